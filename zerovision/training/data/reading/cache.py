@@ -1,9 +1,9 @@
-"""Decoded images in files that all processes of a machine share, added as they are first read.
+"""A cache of decoded images, in files that all processes of a machine share; images are added when first read.
 
 A cache is a folder of two files. `pixels` is only ever appended to; entry i of `index` contains the offset of image i,
 the digest of its file, and a checksum over the entry, the name of the cache and the pixels, which is verified on every
-read. So a torn, stale or foreign entry is never used, whatever process was killed at whatever time: the image is
-decoded again.
+read. Therefore a torn, stale or foreign entry is never used, no matter which process was killed and when; the image is
+decoded again instead.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from zerovision.training.base.run_folder import SHARED_MEMORY
 from zerovision.training.data import DataOptions
 
 INDEX, PIXELS = "index", "pixels"
-RAM_SHARE = 0.25  # of the memory that this process may use, for all caches in it together
+RAM_SHARE = 0.25  # of the memory that this process may use, for all caches together
 DISK_BYTES = 50 * 10**9
 _ENTRY = struct.Struct("<QIIq8s")  # offset in bytes, height and width in pixels, digest of the file, checksum
 _WORD = 8
 
 
 class ImageCache:
-    """The images of one data set by position, as uint8 [H, W, C]; can be sent to worker processes.
+    """The images of one data set by position, as uint8 [H, W, C]; a cache can be sent to worker processes.
 
     Args:
         folder: An existing folder; its name is part of every checksum.
-        max_bytes: Largest size of `pixels`; further images are not kept.
+        max_bytes: Largest size of the file `pixels`; images that do not fit are not cached.
         channels: Number of channels.
 
     Attributes:
-        is_full: Whether this process no longer adds images.
+        is_full: Whether this process has stopped adding images.
     """
 
     def __init__(self, folder: Path, max_bytes: int, channels: int = 3) -> None:
@@ -48,7 +48,7 @@ class ImageCache:
         self._open()
 
     def get(self, index: int) -> tuple[np.ndarray, int] | None:
-        """Return the image and the digest of its file, None if it is missing or damaged."""
+        """Return an image and the digest of its file; None if the image is missing or damaged."""
         try:
             if (entry := self._entry(index)) is None:
                 return None
@@ -85,7 +85,7 @@ class ImageCache:
             facts = [offset, *pixels.shape[:2], digest]
             entry = _ENTRY.pack(*facts, self._checksum(index, facts, words))
             _write_all(self._index, memoryview(entry), index * _ENTRY.size)
-        except OSError:  # no space left, over quota: training continues without
+        except OSError:  # no space left, or over quota: training continues uncached
             self.is_full = True
 
     def __contains__(self, index: int) -> bool:
@@ -118,7 +118,7 @@ class ImageCache:
         self.__dict__.update(state)
         try:
             self._open()
-        except OSError:  # removed meanwhile: a worker that starts now has no cache
+        except OSError:  # the folder was removed: a worker that starts now has no cache
             self._index = self._pixels = -1
             self.is_full = True
 
@@ -133,17 +133,17 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
     """Open the cache of a data set, or create it.
 
     Args:
-        options: `cache` is "ram" or "disk".
-        key: A file name that depends on everything that decides the pixels.
-        expected_bytes: Estimated size of the whole set.
+        options: Options of the data, in which `cache` is "ram" or "disk".
+        key: A folder name that depends on everything that determines the pixels.
+        expected_bytes: Estimated size of all decoded images.
 
     Returns:
-        The cache, or None, and one line for the user.
+        The cache, or None if it cannot be opened, and a one-line message for the user.
     """
     root, bound = _location(options)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Also of a link itself. Once the folder is ours nobody else can put another there: /dev/shm is sticky.
+        # Also checks a link itself. Once the folder is ours, nobody else can replace it: /dev/shm is sticky.
         if {root.lstat().st_uid, root.stat().st_uid} != {os.getuid()}:
             raise PermissionError(errno.EPERM, "belongs to another user")
         room = max(0, bound - sum(_size(path.parent) for path in root.glob(f"*/{INDEX}") if path.parent.name != key))
@@ -158,15 +158,15 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
 
 
 def _location(options: DataOptions) -> tuple[Path, int]:
-    """Return the folder of all caches, each in a subfolder named by its key, and the limit on their bytes."""
+    """Return the folder of all caches, each in a subfolder named after its key, and their total limit in bytes."""
     bound = int(options.cache_gb * 1e9)
     if options.cache == "disk":
         return options.root / "images", bound or DISK_BYTES
-    # others may write to /dev/shm too: a folder of our own keeps their files apart from ours
+    # others may write to /dev/shm, so our files are in a folder of our own
     return SHARED_MEMORY / f"zerovision-{os.getuid()}", bound or int(RAM_SHARE * usable_memory())
 
 
 def _size(folder: Path) -> int:
-    with suppress(FileNotFoundError):  # not there yet, or removed by now
+    with suppress(FileNotFoundError):  # not created yet, or already removed
         return sum((folder / name).stat().st_size for name in (INDEX, PIXELS))
     return 0

@@ -1,14 +1,14 @@
 """Decodes untrusted image files to 8-bit pixels, at full size or shrunk while decoding.
 
-The scale is the smallest of 1/8, 1/4, 1/2 and 1 that leaves the shorter side 2 S pixels or more. It depends only on the
-file and the image size S, not on the crop, so a cache of shrunk images contains exactly the pixels that are decoded
-without it. JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which saves most of the work; other files are
-decoded by Pillow and averaged over blocks. Pillow also handles every file in which libjpeg-turbo finds anything
-unusual.
+For models with images of size S, the scale is the smallest of 1/8, 1/4, 1/2 and 1 at which the shorter side has at
+least 2 S pixels. The scale depends only on the file and on S, not on the crop, so a cache of shrunk images contains
+exactly the pixels that are decoded without a cache. JPEG files are shrunk by libjpeg-turbo's scaled inverse DCT, which
+saves most of the work; other files are decoded by Pillow and averaged over blocks. Pillow also handles every file in
+which libjpeg-turbo finds anything unusual.
 
-Pillow's defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, return the
-first frame of an animation silently, only warn of a decompression bomb, and `verify()` passes truncated files. So every
-file is decoded completely here.
+Pillow's defaults are not strict enough for training data: they clip 16-bit values, ignore the EXIF orientation,
+silently return the first frame of an animation and only warn about decompression bombs, and `verify()` accepts
+truncated files. Therefore every file is decoded completely here.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from zerovision.training.data.reading.files import Refused, pillow_formats, unkn
 from zerovision.training.data.reading.native import crop_jpeg
 from zerovision.training.data.settings import MAX_MEGAPIXELS
 
-# `decode` or `image_numbers.decode_numbers` with options set; takes the file, a chooser of a part and a list for notes.
+# `decode` or `image_numbers.decode_numbers` with options set; takes a file's content, a `BoxChooser`, and a list for
+# notes.
 Decoder = Callable[..., np.ndarray]
 Decoded = TypeVar("Decoded")
 Pixels = TypeVar("Pixels", np.ndarray, torch.Tensor)
 
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
-SCALE_NUMERATORS = (1, 2, 4)  # of eighths; the others that libjpeg-turbo has are slower than the work they save
-# A phone's "multi-picture" JPEG contains the photo first, then previews and depth maps: no animation.
+SCALE_NUMERATORS = (1, 2, 4)  # in eighths; libjpeg-turbo's other scales cost more time than they save
+# A phone's "multi-picture" JPEG contains the photo, then previews and depth maps, so it is not an animation.
 _FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 _ORIENTATION = 0x0112  # of EXIF
 _BROKEN_EXIF = (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError, struct.error)
@@ -56,12 +57,12 @@ def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int 
 
     Args:
         name: Name of the decoder.
-        image_size: In pixels.
+        image_size: Size of the model's images in pixels.
         channels: 1 (gray), 3 (RGB) or 4 (RGBA).
         max_pixels: Largest number of pixels in a file; larger images are rejected before decoding.
 
     Raises:
-        UserError: For another number of channels.
+        UserError: If `channels` is not 1, 3 or 4.
     """
     if channels not in CHANNEL_MODES:
         raise UserError(
@@ -80,22 +81,22 @@ def decode(
     channels: int = 3,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
-    """Return an image, or the part that `choose` takes: uint8 [h, w, C]; the same file always gives the same pixels.
+    """Return an image, or the part that `choose` selects: uint8 [h, w, C], always the same pixels for the same file.
 
     Args:
-        data: The file.
-        choose: Takes a part of the image; only that part of a JPEG is decoded, if that is safe.
-        notes: Gets remarks about unusual but usable images.
-        shrink_to: The image size to shrink for, if possible; 0 to decode every pixel.
+        data: Content of the file.
+        choose: Selects a part of the image; for a JPEG, only this part is decoded if that is safe.
+        notes: List to which notes on an unusual but usable image are added.
+        shrink_to: Image size for which to shrink the image, if possible; 0 to decode every pixel.
         channels: A key of `CHANNEL_MODES`.
         max_pixels: Largest number of pixels (width x height) that the header may declare; checked before decoding.
 
     Raises:
-        Refused: If it is not an image, truncated, larger than `max_pixels`, or has values of unknown scale.
+        Refused: If the file is not an image, is truncated or larger than `max_pixels`, or has values of unknown scale.
     """
     pixels = None
     if shrink_to:
-        with suppress(ValueError):  # no JPEG, or an odd one: Pillow decides
+        with suppress(ValueError):  # not a JPEG, or an unusual one: Pillow decides
             pixels = _decode_jpeg(data, choose, [] if notes is None else notes, shrink_to, max_pixels)
     if pixels is None:
         image = load(data, max_pixels, partial(to_channels, channels=channels), notes)
@@ -106,14 +107,14 @@ def decode(
 def _decode_jpeg(
     data: bytes, choose: BoxChooser | None, notes: list[str], shrink_to: int, max_pixels: int
 ) -> np.ndarray | None:
-    """Decode a gray or three-color JPEG with libjpeg-turbo: uint8 [h, w, 3]; None or ValueError if it cannot."""
+    """Decode a gray or three-color JPEG with libjpeg-turbo to uint8 [h, w, 3]; on failure, None or ValueError."""
     full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK") or full_height * full_width > max_pixels:
         return None
     numerator = scale_numerator(full_height, full_width, shrink_to)
     height, width = (-(-side * numerator // 8) for side in (full_height, full_width))  # libjpeg rounds up
     orientation = _orientation(data, max_pixels) if _APP1 in data else 1
-    # Without an end it is truncated, and only decoding all of it shows where.
+    # Without an end marker the file is truncated, and only decoding all of it shows where.
     if choose is not None and orientation == 1 and data.endswith(_END_OF_JPEG):
         part = crop_jpeg(data, numerator, choose(height, width))
         if part is not None:
@@ -121,7 +122,7 @@ def _decode_jpeg(
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width)
     except ValueError as warning:
-        load(data, max_pixels, lambda image: image)  # refuses a truncated one
+        load(data, max_pixels, lambda image: image)  # rejects a truncated file
         pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
         notes.append(f"libjpeg: {warning}")
     if pixels.shape[:2] != (height, width):
@@ -144,20 +145,20 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return height and width of an image in pixels, from the file's header.
 
     Raises:
-        Refused: If there is no header.
+        Refused: If the header cannot be read.
     """
     with opened(data, max_pixels) as image:
         return image.height, image.width
 
 
 def shrunk_bytes(height: int, width: int, image_size: int, channels: int = 3) -> int:
-    """Return the bytes of an image with these sides after `decode` shrinks it for `image_size`."""
+    """Return the size in bytes of an image with these sides after `decode` shrinks it for `image_size`."""
     numerator = scale_numerator(height, width, image_size)
     return channels * -(-height * numerator // 8) * -(-width * numerator // 8)
 
 
 def crop(pixels: Pixels, choose: BoxChooser | None) -> Pixels:
-    """Return the part of an image [H, W, C] that `choose` takes, as a view; all of it if `choose` is None."""
+    """Return the part of an image [H, W, C] that `choose` selects, as a view; the whole image if `choose` is None."""
     if choose is None:
         return pixels
     top, left, height, width = choose(*pixels.shape[:2])
@@ -165,7 +166,7 @@ def crop(pixels: Pixels, choose: BoxChooser | None) -> Pixels:
 
 
 def scale_numerator(height: int, width: int, image_size: int) -> int:
-    """Return the scale of an image in eighths, 1, 2, 4 or 8, as in Pillow's `draft` with twice the image size."""
+    """Return the scale of an image in eighths (1, 2, 4 or 8), as in Pillow's `draft` with twice the image size."""
     return next((n for n in SCALE_NUMERATORS if image_size and min(height, width) * n // 8 >= 2 * image_size), 8)
 
 
@@ -177,9 +178,10 @@ def reduced(image: Image.Image, image_size: int = 0) -> np.ndarray:
 
 @contextmanager
 def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """Open a file of one of `pillow_formats`, by its content, without decoding it.
+    """Open an image in one of the `pillow_formats` from the file's content, without decoding it.
 
-    Pillow does not treat images up to `max_pixels` as bombs. Any error in the block is raised as Refused.
+    Images of up to `max_pixels` are not treated as decompression bombs. Any exception in the block is raised as
+    Refused.
     """
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
@@ -195,7 +197,7 @@ def load(
 ) -> Decoded:
     """Return the result of `convert` for a completely decoded, upright image; for errors, see `decode`.
 
-    The first of several frames or pages is used.
+    If there are several frames or pages, the first is used.
     """
     with opened(data, max_pixels) as image:
         _check_header(image, max_pixels)
@@ -230,8 +232,8 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
         raise Refused("more than 8 bits in separate planes, which Pillow does not read: save it in another format")
 
 
-# From the values of a PNG to the 8 bits that Pillow converts them to, for the raw modes in which it does not convert
-# the transparent color.
+# How Pillow converts the values of a PNG to 8 bits, for the raw modes in which Pillow does not convert the transparent
+# color.
 _SCALED_TO_8_BITS = {
     "L;2": lambda level: level * 85,
     "L;4": lambda level: level * 17,
@@ -240,25 +242,25 @@ _SCALED_TO_8_BITS = {
 
 
 def _scale_transparent_colour(image: Image.Image) -> None:
-    """Convert the transparent color of a PNG to the future depth of its pixels, before they are loaded."""
+    """Convert the transparent color of a PNG to the bit depth that its pixels will have once they are loaded."""
     scale = _SCALED_TO_8_BITS.get(str(image.tile[0].args)) if isinstance(image, PngImageFile) and image.tile else None
     if scale and "transparency" in image.info:
         image.info["transparency"] = scale(image.info["transparency"])
 
 
 def is_deep_grey(image: Image.Image) -> bool:
-    """Whether an image is gray with more than 8 bits."""
+    """Return whether an image is gray with more than 8 bits."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
 def to_channels(image: Image.Image, channels: int) -> Image.Image:
     """Convert an image of any mode to 8 bits: gray (`channels` 1), RGB (3) or RGBA (4).
 
-    12- and 16-bit gray is scaled from its full range; floats must be in 0..1; transparent pixels are composited on
+    12- and 16-bit gray is scaled from its full range; floats must be in 0..1; transparent pixels are composited onto
     white, except for RGBA. Gray follows ITU-R BT.601 (0.299 red + 0.587 green + 0.114 blue).
 
     Raises:
-        ValueError: If the scale of its pixels is unknown.
+        Refused: If the scale of the pixels is unknown.
     """
     if is_deep_grey(image):
         image = _deep_grey(image)
@@ -270,10 +272,10 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _deep_grey(image: Image.Image) -> Image.Image:
-    """Convert gray with more than 8 bits to mode L, or LA if one of its levels is transparent.
+    """Convert a gray image with more than 8 bits to mode L, or to LA if one of its levels is transparent.
 
     Raises:
-        ValueError: If the scale of its pixels is unknown.
+        Refused: If the scale of the pixels is unknown.
     """
     values, white = np.asarray(image), white_of(image)
     low, high = values.min(), values.max()
@@ -289,11 +291,11 @@ def _deep_grey(image: Image.Image) -> Image.Image:
 def white_of(image: Image.Image) -> int:
     """Return the value that becomes white in a gray image with more than 8 bits."""
     bits = _tag(image, BITS_PER_SAMPLE)
-    return 1 if image.mode == "F" else 2 ** (bits[0] if bits else 16) - 1  # 12 bits come in a container of 16
+    return 1 if image.mode == "F" else 2 ** (bits[0] if bits else 16) - 1  # 12 bits are stored in 16
 
 
 def _tag(image: Image.Image, number: int) -> Any:
-    """Return a tag of a TIFF with 16 bits or fewer, None for any other file."""
+    """Return a tag of a gray TIFF with up to 16 bits; None for any other file."""
     if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
         return image.tag_v2.get(number)
     return None

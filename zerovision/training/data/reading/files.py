@@ -1,7 +1,7 @@
 """Image files: the supported formats, their bytes, and why a file cannot be used.
 
-Pillow rejects a PNG with large or damaged texts and color profiles, which its pixels do not need, so they are removed.
-`read_file` is the only place where the bytes of image files are read.
+Pillow rejects PNG files with large or damaged texts or color profiles. Pixels do not need these chunks, so they are
+removed before decoding. `read_file` is the only place where the bytes of image files are read.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class _Optional(NamedTuple):
     """A format that needs an optional library.
 
     Attributes:
-        pillow_name: Pillow's name.
-        extensions: Extensions of its files, in lower case.
-        brands: The brands at the start of its files, after "ftyp" (ISO/IEC 14496-12).
+        pillow_name: Pillow's name for the format.
+        extensions: Extensions of the format's files, in lower case.
+        brands: Brands at the start of the format's files, after "ftyp" (ISO/IEC 14496-12).
         is_here: Whether the library is installed.
-        cure: What to do if it is not.
+        cure: What to do if the library is not installed.
     """
 
     pillow_name: str
@@ -58,30 +58,30 @@ CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in eac
 
 
 class Refused(Exception):
-    """The reason why an image cannot be used; the caller adds its name; see `named`."""
+    """Raised if an image cannot be used; the message is the reason, to which `named` adds the image's name."""
 
 
 _PNG_SIGNATURE, _ARRAY_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
-_ANCILLARY = 0x20  # bit of a kind's first letter: a small one
+_ANCILLARY = 0x20  # bit of a chunk type's first letter, set in lower case
 _PNG_PIXELS = (b"tRNS", b"acTL", b"fcTL", b"fdAT")
 _PNG_ORIENTATION = b"eXIf"
 
 
 @cache
 def pillow_formats() -> tuple[str, ...]:
-    """Return Pillow's names of the allowed formats; other decoders, such as EPS, start external programs."""
+    """Return Pillow's names for the allowed formats; some other decoders, such as EPS, start external programs."""
     if "HEIF" in (names := tuple(each.pillow_name for each in _FOUND)):
         import_module(_HEIF_READER).register_heif_opener()
     return ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", *names)
 
 
 def is_array(content: bytes) -> bool:
-    """Whether a file is a NumPy file with one array."""
+    """Return whether a file's content is a NumPy file with one array."""
     return content.startswith(_ARRAY_SIGNATURE)
 
 
 def unknown_format(content: bytes) -> str:
-    """Describe a file in an unknown format, with a remedy if there is one."""
+    """Describe a file in an unknown format, with a remedy for formats that an optional library supports."""
     brand = content[8:12] if content[4:8] == b"ftyp" else b""
     found = next((f"a file of {each.pillow_name}: {each.cure}" for each in _MISSING if brand in each.brands), None)
     return found or "not an image of a known format"
@@ -90,8 +90,8 @@ def unknown_format(content: bytes) -> str:
 def without_metadata(content: bytes) -> bytes:
     """Return a PNG file without the chunks that its pixels and orientation do not need.
 
-    A file without such chunks, or in another format, is returned as the same object. Chunks are defined in the PNG
-    specification (third edition), 5.3: length, kind, data, checksum.
+    If there are no such chunks, or the file is in another format, `content` itself is returned. The PNG specification
+    (third edition), 5.3, defines a chunk as length, type, data and checksum.
     """
     if not content.startswith(_PNG_SIGNATURE):
         return content
@@ -117,7 +117,7 @@ class ImageError(UserError):
 
     Attributes:
         path: The file, or the image's position in a data set without files.
-        reason: One line.
+        reason: The reason, in one line.
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
@@ -133,7 +133,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
 
     Raises:
         ImageError: If the file is missing, not a regular file, or larger than `max_bytes`.
-        FileServerError: If it cannot be read now; see `patiently`.
+        FileServerError: If the file is temporarily unreadable; see `patiently`.
     """
     try:
         return patiently(lambda: _content(path, max_bytes), path)
@@ -144,7 +144,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
 
 
 def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    # without O_NONBLOCK, opening a FIFO without a writer blocks for ever
+    # without O_NONBLOCK, opening a FIFO without a writer blocks forever
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -162,11 +162,11 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 @contextmanager
 def named(path: str | os.PathLike[str], found: dict[str, str] | None = None) -> Iterator[list[str]]:
-    """Yield a list for notes on an image that is decoded in the block; an error in the block gets the image's name.
+    """Yield a list for notes on an image that the block decodes; add the image's name to errors from the block.
 
     Args:
         path: Path of the image.
-        found: Gets the notes by path, in one line.
+        found: Dictionary to which the notes are added, by path, in one line.
     """
     notes: list[str] = []
     try:

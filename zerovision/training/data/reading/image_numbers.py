@@ -1,7 +1,7 @@
-"""Images as numbers: arrays and images with more than 8 bits. Bytes stay bytes; all others become float32.
+"""Images as numbers: arrays and images with more than 8 bits. Bytes stay bytes; all other types become float32.
 
 Whole numbers are divided by the largest value of their type, as in torchvision's `ToDtype(scale=True)`: uint16 ranges
-from 0 to 1, int16 from -1 to 1. Floating-point numbers are not changed, and must be from 0 to 1.
+from 0 to 1, int16 from -1 to 1. Floating-point numbers are not changed, and must be in 0..1.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from zerovision.training.data.reading.sources import FileSource
 
 FLOATS = "float32"
-SMALLEST_STD = 1e-6  # of a channel of one value; weights files have no smaller one
-SMALLEST_BYTE_STD = 1e-4  # the same of bytes: the last decimal of its mean
+SMALLEST_STD = 1e-6  # for a constant channel; no smaller value is allowed in weights files
+SMALLEST_BYTE_STD = 1e-4  # the same for bytes: the last decimal of the mean
 VALUES_AT_A_TIME = 2**22
-SMALLEST_RANGE = 1e-12  # of an image of one value
+SMALLEST_RANGE = 1e-12  # for a constant image
 
 
 def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
-    """Return the numbers of images, uint8 as given or float32, and the name of their type.
+    """Return the numbers of images as float32, or unchanged if uint8, and the name of their original type.
 
     Args:
-        numbers: the numbers, in any shape and byte order.
-        name: name of the array, for messages.
+        numbers: The numbers, in any shape and byte order.
+        name: Name of the array, for messages.
 
     Raises:
-        UserError: for another type, and for floating-point numbers that are not from 0 to 1.
+        UserError: If the type is not supported, or floating-point numbers are not in 0..1.
     """
     kind = FLOATS if numbers.dtype.kind == "f" else numbers.dtype.name
     if kind not in VALUE_TYPES:
@@ -58,7 +58,7 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
     if kind == FLOATS:
         numbers = numbers.astype(np.float32)
         low, high = numbers.min(initial=0), numbers.max(initial=0)
-        if not (low >= 0 and high <= 1):  # also for nan
+        if not (low >= 0 and high <= 1):  # also for NaN
             raise UserError(
                 f"{name} has floats from {low:g} to {high:g}, whose scale is unknown: give (x - LOW) / (HIGH - LOW) "
                 "with fixed LOW and HIGH, so that all, also of later images, are from 0 to 1."
@@ -68,21 +68,21 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
 
 
 def stretched(images: torch.Tensor) -> torch.Tensor:
-    """Return float32 images for display: the smallest value of all becomes 0, the largest 1."""
+    """Scale float32 images for display: the smallest value in all images becomes 0, the largest 1."""
     low, high = images.min(), images.max()
     return (images - low) / (high - low).clamp_min(SMALLEST_RANGE)
 
 
 def pieces(channel: torch.Tensor) -> list[np.ndarray]:
-    """Return a channel [N, H, W] in arrays of about `VALUES_AT_A_TIME` values, to keep copies small."""
+    """Split a channel [N, H, W] into arrays of about `VALUES_AT_A_TIME` values, to keep copies small."""
     return [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
 
 
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of uint8 or float32 [N, C, H, W], as values in 0..1.
+    """Return the mean and standard deviation per channel of uint8 or float32 [N, C, H, W], as values in 0..1.
 
-    They are the same with any number of threads: 4 decimals for bytes, 6 digits for floats. The deviation is at least
-    the rounding step of the mean, even for a constant channel.
+    The values are rounded, to 4 decimals for bytes and to 6 digits for floats, so that they are the same with any
+    number of threads. The deviation is at least the rounding step of the mean, even for a constant channel.
     """
     is_bytes = images.dtype == torch.uint8
     means, stds = [], []
@@ -101,21 +101,21 @@ def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
 
 
 IMAGES_LOOKED_AT = 64  # of a set
-LITTLE_OF_RANGE = 1 / 8  # below which numbers of 12 bits fill 16
-_PNG_BITS = 24  # where a PNG has the bits of a channel
+LITTLE_OF_RANGE = 1 / 8  # 12-bit numbers in 16 bits use less than this
+_PNG_BITS = 24  # position of the bit depth in a PNG
 
 
 def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
     """Return an image for `evaluation_transform`: uint8 or float32 [C, H, W], scaled as in `to_values`.
 
     Args:
-        content: content of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
-        wanted: the required type of the numbers; see `to_values`.
-        channels: C; gray images are read as three equal channels.
-        max_pixels: most pixels of an image file; see `decode`.
+        content: Content of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
+        wanted: The required type of the numbers; see `to_values`.
+        channels: Number of channels C; if it is 3, gray images are read as three equal channels.
+        max_pixels: Largest number of pixels in an image file; see `decode`.
 
     Raises:
-        Refused: if it cannot be read, or if its type or channels are not those that the model was trained on.
+        Refused: If the file cannot be read, or the type or number of channels differs from those required.
     """
     numbers = _numbers_in(content, wanted, max_pixels)
     found = numbers.shape[-1] if numbers.ndim else 0
@@ -134,8 +134,8 @@ def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> 
     """Return the type of an image's numbers (see `to_values`) and its number of channels.
 
     Raises:
-        ImageError: if it cannot be read.
-        UserError: for an unsupported type.
+        ImageError: If the image cannot be read.
+        UserError: If the type is not supported.
     """
     with named(path):
         numbers = _numbers_in(content, "uint16", max_pixels)
@@ -163,15 +163,15 @@ def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
 
 
 def decode_numbers(data: bytes, choose: BoxChooser | None, notes: list[str] | None, **options: Any) -> np.ndarray:
-    """Return the numbers in a file, uint8 or float32 [h, w, C], as `decode` does.
+    """Like `decode`, but return the numbers in a file: uint8 or float32 [h, w, C].
 
-    The options are those of `read_numbers`.
+    The options are the arguments of `read_numbers`.
     """
     return crop(read_numbers(data, **options).permute(1, 2, 0).numpy(), choose)
 
 
 def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
-    """Return the numbers in a file, gray images as [H, W, 1]."""
+    """Return the numbers in a file, [H, W, C]; gray images have one channel."""
     if is_array(content):
         numbers = _read_array(content)
     else:
@@ -180,7 +180,7 @@ def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
 
 
 def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
-    """Return the values of an image file in their own dtype, [H, W] or [H, W, C].
+    """Return the values in an image file without changing their dtype, [H, W] or [H, W, C].
 
     Palettes and other color modes are read as RGB. Pillow supports more than 8 bits only for gray images, so deeper
     colors are rejected.
@@ -201,7 +201,7 @@ def _bits_of(image: Image.Image, content: bytes) -> int:
 def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
     """Return the largest value in an integer image with more than 8 bits, and the value that becomes white.
 
-    For colors, Pillow reads only the upper 8 bits. Return None for any other image and for unreadable ones.
+    Pillow reads only the upper 8 bits of colors. Return None for any other image, or if the image cannot be read.
     """
 
     def largest(image: Image.Image) -> tuple[int, int]:
@@ -209,7 +209,7 @@ def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
             return int(np.asarray(image).max()), white_of(image)
         return int(np.asarray(image.convert("RGB")).max()) << 8, 65535
 
-    with suppress(Refused), opened(data, max_pixels) as image:  # one that cannot be read the loader reports
+    with suppress(Refused), opened(data, max_pixels) as image:  # the loader reports unreadable images
         is_deep = image.mode != "F" and (is_deep_grey(image) or _bits_of(image, data) > 8)
         return load(data, max_pixels, largest) if is_deep else None
     return None
@@ -218,13 +218,13 @@ def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
 def _read_array(content: bytes) -> np.ndarray:
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False)
-    except Exception as error:  # a damaged file may end in anything, also in a header of a size without limits
+    except Exception as error:  # a damaged file may raise anything, for example if its header has a huge size
         raise Refused(f"not a readable .npy file ({one_line(error)})") from None
     return array
 
 
 def _narrowed(numbers: np.ndarray, wanted: str) -> np.ndarray:
-    """Return int32 numbers, which Pillow returns for some 16-bit files, as the required type if all fit."""
+    """Convert int32 numbers, which Pillow returns for some 16-bit files, to the required type if all of them fit."""
     if numbers.dtype != np.int32 or wanted == FLOATS or not numbers.size:
         return numbers
     limits = np.iinfo(wanted)

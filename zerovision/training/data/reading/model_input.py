@@ -18,12 +18,12 @@ from zerovision.training.data.settings import NUMBERS
 
 
 class ModelInput:
-    """Reads images as a training's evaluation does.
+    """Reads images in the same way as evaluation during training.
 
     Args:
         preprocessing: The model's preprocessing.
-        decode: A name in `DECODERS`; by default the training's.
-        max_pixels: Most pixels of an image file; see `decode`.
+        decode: A name in `DECODERS`; by default, the decoder used in training.
+        max_pixels: Largest number of pixels in an image file; see `decode`.
     """
 
     def __init__(self, preprocessing: Preprocessing, decode: str = "", max_pixels: int = MAX_PIXELS) -> None:
@@ -31,15 +31,15 @@ class ModelInput:
         self.decode, self._transform = decode or preprocessing.decode or "cpu", evaluation_transform(preprocessing)
 
     def read(self, path: str, content: bytes | None = None, found: dict[str, str] | None = None) -> torch.Tensor:
-        """Return the input for an image file, or a .npy file of one image: float32 [C, S, S].
+        """Return the input for an image file, or for a .npy file of one image: float32 [C, S, S].
 
         Args:
             path: Path of the file.
             content: Content of the file, if already read.
-            found: A list to which notes are added; see `named`.
+            found: Dictionary to which notes are added by path; see `named`.
 
         Raises:
-            ImageError: If it cannot be used.
+            ImageError: If the image cannot be used.
         """
         content, values = read_file(path) if content is None else content, self.preprocessing.values
         with named(path, found) as notes:
@@ -48,7 +48,7 @@ class ModelInput:
             return self._of_pixels(self._decoder(content, notes=notes))
 
     def read_picture(self, image: Image.Image) -> torch.Tensor:
-        """Like `read`, for an image that Pillow has opened; reads its file unless it is already decoded."""
+        """Like `read`, but for an image opened with Pillow; its file is read unless the image is already decoded."""
         content = _undecoded(image)
         if content is not None:
             return self.read(os.fspath(getattr(image, "filename", "")) or "the image", content)
@@ -56,7 +56,7 @@ class ModelInput:
         return self._of_pixels(reduced(pixels, max(self.preprocessing.sides) if self.decode == "cpu" else 0))
 
     @cached_property
-    def _decoder(self) -> Decoder:  # made when it is needed: there is none for all numbers of channels
+    def _decoder(self) -> Decoder:  # created on demand: some numbers of channels have no decoder
         return make_decoder(self.decode, max(self.preprocessing.sides), self.preprocessing.channels, self.max_pixels)
 
     def _of_pixels(self, pixels: np.ndarray) -> torch.Tensor:
@@ -64,7 +64,7 @@ class ModelInput:
 
 
 def _undecoded(image: Image.Image) -> bytes | None:
-    """Return the file of an image if Pillow has only read its header, else None."""
+    """Return the content of an image's file if Pillow has read only its header, otherwise None."""
     stream = getattr(image, "fp", None)
     if stream is None or not getattr(image, "tile", None) or image.tell():  # decoded, or not the first frame
         return None

@@ -1,7 +1,8 @@
 """Reads files from URLs with fsspec, with a time limit and retries.
 
-fsspec's packages find credentials themselves, in `~/.aws`, `~/.netrc` or from `hf auth login`. A URL that contains
-credentials is an error, because logs and the run's folder contain the URL; messages never contain a redirect's target.
+The packages that fsspec uses find credentials on their own: in `~/.aws`, in `~/.netrc`, or from `hf auth login`. A URL
+that contains credentials is an error, because logs and the run's folder contain the URL. Messages never contain a
+redirect's target.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from zerovision.training.data.reading.retry import patiently
 
 PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 REQUEST_SECONDS = 30.0
-# What changes with the content, by the names that servers and fsspec's packages have for it.
+# Fields that change with the content, by the names that servers and fsspec's packages use.
 MARKS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "md5Hash", "generation", "blob_id", "lfs")
 UNMARKED = 0
-MARK_NS = 10**9  # a mark is a time of whole seconds before 2038, which every file system keeps
-_MAY_PASS = (408, 429)  # of the codes of HTTP below 500
+MARK_NS = 10**9  # a mark is a time in whole seconds before 2038, which every file system can store
+_MAY_PASS = (408, 429)  # among HTTP status codes below 500
 _SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#][^\s'\"]+")
 
-State = tuple[int, int]  # size in bytes, and what changes with the content: of a local file the time of its change
+State = tuple[int, int]  # size in bytes, and a mark that changes with the content: the modification time if local
 
 
 class RemotePath(PurePosixPath):
@@ -37,12 +38,12 @@ class RemotePath(PurePosixPath):
 
 
 def redacted(text: str) -> str:
-    """Return a text without the users, passwords and queries of the URLs in it."""
+    """Return `text` without the users, passwords and queries in its URLs."""
     return _SECRETS.sub("***", text)
 
 
 def check_url(text: str) -> bool:
-    """Return whether this is a URL; raise a UserError if it is invalid, or has parts that logs must not show."""
+    """Return whether `text` is a URL; raise UserError if it is invalid, or has parts that logs must not contain."""
     scheme, separator, rest = text.partition("://")
     given = f"--data {redacted(text)}"
     if separator and (scheme not in PACKAGES or not rest.strip("/")):
@@ -83,17 +84,17 @@ def _ask_once(file: PurePath, method: str, **options: Any) -> Any:
 
 
 def ask(file: PurePath, method: str, **options: Any) -> Any:
-    """Return the result of a method of fsspec's file system for a file, with retries, see `patiently`.
+    """Call a method of fsspec's file system on a file, with retries (see `patiently`), and return its result.
 
     Raises:
-        OSError: For a permanent error.
+        OSError: If a permanent error occurs.
     """
     return patiently(functools.partial(_ask_once, file, method, **options), file)
 
 
 def _as_os_error(error: BaseException) -> OSError:
-    """Return an error whose number says whether it may be temporary, and a reason without secrets."""
-    if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, for whatever happens at HTTP
+    """Return an OSError whose errno shows whether the error may be temporary, with a reason without secrets."""
+    if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec raises it for any HTTP error
         error = error.__cause__
     holders = (error, getattr(error, "response", None))
     codes = (getattr(holder, name, None) for holder in holders for name in ("status", "status_code", "code"))
@@ -109,7 +110,7 @@ def _as_os_error(error: BaseException) -> OSError:
 
 
 def state_of(file: PurePath) -> State:
-    """Return the state of a file, `UNMARKED` if its server reports no changes; raise OSError if it has none."""
+    """Return a file's size and mark (`UNMARKED` if the server sends none); raise OSError if the size is unknown."""
     facts = ask(file, "info")
     if type(facts.get("size")) is not int:
         raise OSError(errno.EINVAL, "its size is not known")
@@ -119,14 +120,14 @@ def state_of(file: PurePath) -> State:
 
 
 def files_below(folder: RemotePath) -> list[RemotePath]:
-    """Return the files in a folder and its subfolders, sorted; for errors, see `ask`."""
+    """Return the files in a folder and its direct subfolders, sorted; for errors, see `ask`."""
     own = _entries(folder)
     inner = [_entries(path) for path, is_folder in own.items() if is_folder]
     return sorted(path for entries in (own, *inner) for path, is_folder in entries.items() if not is_folder)
 
 
 def _entries(folder: RemotePath) -> dict[RemotePath, bool]:
-    """Return a folder's entries, and whether it is a folder; a page of links may lead anywhere."""
+    """Return a folder's entries, and whether each is a folder; HTTP links that lead out of the folder are ignored."""
     names = {entry["name"]: entry["type"] == "directory" for entry in ask(folder, "ls", detail=True)}
     scheme = str(folder).partition("://")[0]
     found = {RemotePath(n if "://" in n else f"{scheme}://{n}"): is_folder for n, is_folder in names.items()}

@@ -1,4 +1,4 @@
-"""Files behind URLs: downloaded whole into a local folder, whose least recently used files are removed."""
+"""Downloads whole files from URLs into a local folder, and removes the least recently used files when it is full."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from zerovision.training.data.images import Archive
 from zerovision.training.data.reading.remote import State, ask, state_of
 from zerovision.training.data.reading.retry import patiently
 
-BLOCK_BYTES = 2**22  # of a request
-CONNECTIONS = 16  # of each process
-COUNTER, COUNTER_BYTES = ".added", 8  # of bytes since the last look for what goes
-NAME_DIGITS = 32  # of a copy
-KEPT_SHARE = 0.9  # of a folder that was full
+BLOCK_BYTES = 2**22  # per request
+CONNECTIONS = 16  # per process
+COUNTER, COUNTER_BYTES = ".added", 8  # of bytes since the last search for files to remove
+NAME_DIGITS = 32  # of a copy's name
+KEPT_SHARE = 0.9  # of the limit, after a full folder is cleaned up
 DAMAGED = "its bytes differ from those that its index describes"
 UNKNOWN_CHECKSUM = 0
 
@@ -42,17 +42,20 @@ def checksum_of(file: Path) -> int:
 
 
 class Copies:
-    """Local copies of remote files, shared by all processes of a machine. A copy's size and time are the file's state.
+    """Local copies of remote files, shared by all processes of a machine.
+
+    A copy's size and modification time equal the state of the remote file.
 
     Args:
         folder: Folder of the copies.
-        max_bytes: Most bytes in it, besides current downloads; all processes together may exceed this by a fiftieth.
+        max_bytes: Largest size of the folder in bytes, not counting current downloads; all processes together may
+            exceed it by a fiftieth.
         files: The files.
         states: State of each file; see `state_of`.
 
     Attributes:
         paths: Paths of the copies, which may be missing.
-        checksums: Checksums of the files; see `checksum_of`; `UNKNOWN_CHECKSUM` if unknown.
+        checksums: Checksums of the files, from `checksum_of`; `UNKNOWN_CHECKSUM` if unknown.
     """
 
     def __init__(self, folder: Path, max_bytes: int, files: Sequence[PurePath], states: Sequence[State]) -> None:
@@ -64,11 +67,11 @@ class Copies:
         self._pool: ThreadPoolExecutor | None = None
 
     def fetch(self, number: int) -> Path:
-        """Return the copy of a file by its index, once it exists.
+        """Wait for the copy of the file with this index, and return the path of the copy.
 
         Raises:
-            UserError: If it is not available, or has changed.
-            FileServerError: If the server does not answer now.
+            UserError: If the file is not available, or has changed.
+            FileServerError: If the server does not respond, even after retries.
         """
         path, times = self.paths[number], (time.time_ns(), self.states[number][1])
         try:
@@ -79,14 +82,14 @@ class Copies:
                 return path
             self._fetch(number)
         except Exception:
-            if self._pool:  # for what is expected the end of this process would wait
+            if self._pool:  # otherwise this process would wait for pending downloads before it exits
                 self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool, self._coming = None, {}
             raise
         return path
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Start to fetch files that will be read."""
+        """Start fetching files that will be read."""
         for number in dict.fromkeys(numbers):
             if number not in self._coming and not self.paths[number].exists():
                 self._pool = self._pool or ThreadPoolExecutor(CONNECTIONS)
@@ -130,7 +133,7 @@ class Copies:
             raise OSError(errno.EIO, DAMAGED)
 
     def _count(self, added: int, newest: Path) -> None:
-        """Count bytes together with the other processes; look for files to remove after each fiftieth of the limit."""
+        """Add to the byte count of all processes; after each fiftieth of the limit, look for files to remove."""
         counter = os.open(self.folder / COUNTER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(counter, fcntl.LOCK_EX)
@@ -160,12 +163,12 @@ class Copies:
 
 
 class RemoteArchive(Archive):
-    """Reads archives behind URLs from their local copies.
+    """Reads archives at URLs from their local copies.
 
     Args:
         copies: Copies of the files.
-        archive: Reads the copies.
-        folder: Folder of single image files, named relative to it; None for archives.
+        archive: Archive that reads the copies.
+        folder: Folder that the names of single image files are relative to; None for archives.
     """
 
     is_remote = True

@@ -1,6 +1,7 @@
 """Retries operations that fail temporarily, on a file server or on a machine short of resources.
 
-Such an error says nothing about the file, so it never makes an image a bad one, which training would leave out.
+A temporary error says nothing about the file, so the image is never marked as unreadable, which would exclude it from
+training.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WAITS_SECONDS = (1.0, 2.0, 4.0)
 _OF_THE_SERVER = ("ESTALE", "EIO", "EREMOTEIO", "ETIMEDOUT", "EAGAIN", "EBUSY", "ENOLINK", "ECOMM", "ESHUTDOWN")
 _OF_THE_NETWORK = (
     *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
-    *("ECONNRESET", "ECONNABORTED", "ECONNREFUSED", "ENOTCONN"),  # the last one of a FUSE mount whose process has died
+    *("ECONNRESET", "ECONNABORTED", "ECONNREFUSED", "ENOTCONN"),  # the last: a FUSE mount whose process has died
 )
 _OF_THE_MACHINE = ("EMFILE", "ENFILE", "ENOMEM")
 PASSING = frozenset(getattr(errno, name) for name in (*_OF_THE_SERVER, *_OF_THE_NETWORK, *_OF_THE_MACHINE))
@@ -38,8 +39,8 @@ def patiently(
         waits_s: Seconds before each retry.
 
     Raises:
-        FileServerError: If it fails with such an error each time.
-        OSError: If it fails with another error.
+        FileServerError: If `action` fails with a possibly temporary error each time.
+        OSError: If `action` fails with a permanent error.
     """
     try:
         return action()
@@ -53,11 +54,11 @@ def patiently(
 
 
 class FolderEntry:
-    """An `os.DirEntry` that asks the server with retries if the entry is a link or has an unknown type.
+    """An `os.DirEntry` that retries if a link, or an entry of unknown type, requires a request to the server.
 
     Attributes:
-        name: The entry's name.
-        path: Path of the folder, and the name.
+        name: Name of the entry.
+        path: Path of the entry, including its folder.
     """
 
     __slots__ = ("_entry", "name", "path")
@@ -66,19 +67,19 @@ class FolderEntry:
         self._entry, self.name, self.path = entry, entry.name, entry.path
 
     def is_dir(self) -> bool:
-        """Whether it is a folder or a link to one."""
+        """Return whether the entry is a folder or a link to a folder."""
         return patiently(self._entry.is_dir, self.path)
 
     def is_file(self) -> bool:
-        """Whether it is a regular file or a link to one."""
+        """Return whether the entry is a regular file or a link to a regular file."""
         return patiently(self._entry.is_file, self.path)
 
     def is_symlink(self) -> bool:
-        """Whether it is a link."""
+        """Return whether the entry is a symbolic link."""
         return patiently(self._entry.is_symlink, self.path)
 
     def stat(self) -> os.stat_result:
-        """Return the status of the file, following links."""
+        """Return the status of the entry, following links."""
         return patiently(self._entry.stat, self.path)
 
 
@@ -93,12 +94,12 @@ def entries_of(folder: str | os.PathLike[str]) -> list[FolderEntry]:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Like `os.path.isdir`, but raise the error of `patiently` if the server does not answer."""
+    """Like `os.path.isdir`, but raise FileServerError if the server does not respond; see `patiently`."""
     return _is(stat.S_ISDIR, path)
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Like `os.path.isfile`, but raise the error of `patiently` if the server does not answer."""
+    """Like `os.path.isfile`, but raise FileServerError if the server does not respond; see `patiently`."""
     return _is(stat.S_ISREG, path)
 
 

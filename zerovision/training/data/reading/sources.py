@@ -24,22 +24,22 @@ from zerovision.training.data.reading.files import ImageError, Refused, named
 from zerovision.training.data.reading.image_numbers import BYTES, decode_numbers, kind_of_numbers
 from zerovision.training.data.settings import NUMBERS
 
-CACHE_FORMAT = 4  # increased when the same file gives other pixels, or the files of a cache change their format
+CACHE_FORMAT = 4  # increased when decoding a file yields other pixels, or the format of the cache's files changes
 HEADERS_READ = 64
-IMAGES_CONVERTED = 1000  # at a time
-UNKNOWN = 0  # the digest of a file that was not read
+IMAGES_CONVERTED = 1000  # per step
+UNKNOWN = 0  # digest of a file that was not read
 
 
 class Source:
     """Raw images by position.
 
     Attributes:
-        channels: C of the images as read.
+        channels: Number of channels C of the images as read.
         values: Original type of the numbers; all types but uint8 are read as float32.
         labels: int64 [N].
         in_memory: Whether the images need no decoding.
-        cache_folder: Folder of the decoded images' cache, or None.
-        digests: Digests of files that are read, by position; see `digest_of`; None to collect none.
+        cache_folder: Folder of the cache of decoded images, or None.
+        digests: Digests of the files that are read, by position (see `digest_of`); None to collect none.
         notes: Notes on unusual images that are read, by path; None to collect none.
         loss_weights: float32 [N], weights of the samples' training losses; None if all are 1.
     """
@@ -54,7 +54,7 @@ class Source:
     loss_weights: torch.Tensor | None = None
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes: uint8 or float32 [C, h, w].
+        """Return the image, or the part that `choose` selects: uint8 or float32 [C, h, w].
 
         Raises:
             ImageError: If the image cannot be read.
@@ -62,7 +62,7 @@ class Source:
         raise NotImplementedError
 
     def expect(self, indices: Iterable[int]) -> None:
-        """Start to fetch images that will be read, if they are remote and not cached."""
+        """Start fetching images that will be read, if they are remote and not cached."""
 
     def name(self, index: int) -> str:
         """Return the path of the image, or its position."""
@@ -80,10 +80,10 @@ class ArraySource(Source):
         self.channels = channels or (3 if images.shape[1] == 1 else images.shape[1])
 
     def in_channels(self, channels: int) -> ArraySource:
-        """Return the source with another number of channels; the source itself for 0 or its own number.
+        """Return the source with another number of channels; the source itself if `channels` is 0 or unchanged.
 
         Raises:
-            UserError: If they cannot be converted; only gray and RGB can be converted into each other.
+            UserError: If the images cannot be converted; only gray and RGB can be converted into each other.
         """
         if channels in (0, self.channels):
             return self
@@ -104,7 +104,7 @@ class ArraySource(Source):
 
 
 def grey(images: torch.Tensor) -> torch.Tensor:
-    """Return Pillow's gray levels (ITU-R BT.601), [N, 1, H, W], of RGB images, uint8 or float32 [N, 3, H, W]."""
+    """Convert RGB images, uint8 or float32 [N, 3, H, W], to gray [N, 1, H, W] as Pillow does (ITU-R BT.601)."""
     shares = torch.tensor([19595, 38470, 7471])[:, None, None]  # of 2^16
     parts = images.split(IMAGES_CONVERTED)
     if images.is_floating_point():
@@ -119,9 +119,9 @@ class FileSource(Source):
     Attributes:
         images: The table of images.
         decoder: Decodes an image.
-        cache: Keeps decoded images.
+        cache: Cache of decoded images, or None.
         first_in_cache: Position of the first image in the cache.
-        channels: C of the decoded images.
+        channels: Number of channels C of the decoded images.
         values: Type of the numbers in the files.
     """
 
@@ -155,13 +155,13 @@ class FileSource(Source):
             is_kept = cache is not None and not cache.is_full
             digest = digest_of(content) if is_kept or self.digests is not None else UNKNOWN
             with named(name, self.notes) as notes:
-                pixels = self.decoder(content, None if is_kept else choose, notes)  # a cache needs all of it
+                pixels = self.decoder(content, None if is_kept else choose, notes)  # a cache needs the whole image
             if cache is not None and is_kept:
                 cache.put(position, pixels, digest)
                 pixels = crop(pixels, choose)
         if self.digests is not None:
             self.digests[index] = digest
-        return torch.from_numpy(pixels).permute(2, 0, 1)  # the memory keeps its order
+        return torch.from_numpy(pixels).permute(2, 0, 1)  # without a copy
 
     def name(self, index: int) -> str:
         """See `Images.name`."""
@@ -169,14 +169,14 @@ class FileSource(Source):
 
 
 def digest_of(content: bytes) -> int:
-    """Return 63 bits of a file's sha256, never `UNKNOWN`; equal digests mean byte-identical files."""
+    """Return 63 bits of a file's SHA-256, never `UNKNOWN`; equal digests mean byte-identical files."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1 or 1
 
 
 def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -> tuple[list[FileSource], list[str]]:
-    """Return the source of each part, with the decoder and the cache that the options name, and notes.
+    """Return a source for each part, with the decoder and the cache that `options` names, and notes for the user.
 
-    If there is a third part, it is the test part, which is read once and not cached.
+    A third part is the test part, which is read once and not cached.
     """
     channels, max_pixels, cached = options.image_channels or 3, options.max_megapixels * 10**6, parts[:2]
     values, cache, note = BYTES, None, ""
@@ -202,7 +202,7 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
 
 
 def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
-    """Return a name that depends on everything that decides the pixels of shrunk images, and their order."""
+    """Return a name that depends on everything that determines the pixels and the order of shrunk images."""
     pixels = f"{image_size}" if channels == 3 else f"{image_size}x{channels}"
     root = os.fspath(parts[0].root)
     digest = hashlib.sha256(f"{CACHE_FORMAT}\0{pixels}\0{root}\0".encode("utf-8", "surrogateescape"))
@@ -213,7 +213,7 @@ def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
 
 
 def _sides(images: Images, max_pixels: int) -> list[tuple[int, int]]:
-    """Return the height and width of some readable images, evenly spaced."""
+    """Return the heights and widths of evenly spaced images, except for unreadable ones."""
     rows, sides = np.linspace(0, len(images) - 1, min(len(images), HEADERS_READ)).astype(int).tolist(), []
     images.expect(rows)
     for row in rows:

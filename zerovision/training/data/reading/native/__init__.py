@@ -20,13 +20,13 @@ def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
     """Decode a part of a JPEG with gray or YCbCr pixels.
 
     Args:
-        data: The file.
-        scale_numerator: Scale of the image in eighths, 1, 2, 4 or 8.
+        data: Content of the file.
+        scale_numerator: Scale of the image in eighths: 1, 2, 4 or 8.
         box: The part, in pixels of the scaled image.
 
     Returns:
-        uint8 [h, w, 3], the same pixels as from decoding the whole image; None if there is no compiled code, or if the
-        file is damaged or has unusual colors.
+        uint8 [h, w, 3], the same pixels as when the whole image is decoded; None if there is no compiled code, or if
+        the file is damaged or has unusual colors.
     """
     library = load_library()
     if library is None:
@@ -38,7 +38,7 @@ def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the compiled `crop_jpeg.c`, None if it was not compiled or its version differs."""
+    """Load the compiled `crop_jpeg.c`; return None if it was not compiled or its version differs."""
     try:
         library = ctypes.CDLL(str(library_path()))
         if library.crop_jpeg_version() != API_VERSION:
@@ -51,15 +51,15 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def library_path() -> Path:
-    """Return the path of the compiled code in the environment."""
+    """Return the path of the compiled code in the Python environment."""
     return Path(sys.prefix) / "lib" / "zerovision" / "crop_jpeg.so"
 
 
 def compile_library() -> Path:
-    """Compile `crop_jpeg.c` into the environment, with a C compiler and libjpeg-turbo's headers; return its path.
+    """Compile `crop_jpeg.c` into the Python environment with cc and libjpeg-turbo's headers; return the path.
 
     Raises:
-        UserError: with what the compiler says.
+        UserError: If compilation fails; the message contains the compiler's output.
     """
     library, source = library_path(), Path(__file__).with_name("crop_jpeg.c")
     command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ljpeg"]
