@@ -1,13 +1,14 @@
-"""Transforms single images before batching: crops, resizes (also very thin images), then applies a policy.
+"""Transforms single images before batching: crops, resizes (even very thin images), then applies a policy.
 
-Training and evaluation return uint8 [C, S, S]; shifting, mirroring and normalizing follow on the device, a batch at a
-time (`batch_transforms`). `evaluation_transform` does everything for one image, for users of a trained model.
+For training and evaluation, the result is uint8 [C, S, S]; shifting, mirroring and normalization are applied later to
+whole batches on the device (see `batch_transforms`). `evaluation_transform` does everything for a single image, for
+users of a trained model.
 
-Pillow applies the policies to single images: RandAugment, TrivialAugment, AutoAugment, 3-Augment, color jitter. They
-draw from the global generators of Python, NumPy and torch: see `randomness.seed_generators`.
+Pillow applies the policies (RandAugment, TrivialAugment, AutoAugment, 3-Augment and color jitter). They draw from the
+global random generators of Python, NumPy and torch; see `randomness.seed_generators`.
 
-Only the center of a thin image is enlarged. An image of 3 x 9000 pixels whose shorter side becomes 256 would have
-768,000 on the longer one, 590 MB, for a center of 224.
+Only the center of a thin image is enlarged. Enlarging the shorter side of an image of 3 x 9000 pixels to 256 would make
+the longer side 768,000 pixels (590 MB), just for a center crop of 224 pixels.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import BYTES, Preprocessing
 from zerovision.training.data.augmentations import Augmentation
 
-THINNEST_SIDES = 20  # longer side, as a multiple of the shorter one, up to which an image is enlarged as a whole
-_WEIGHT_BITS = 14  # of PyTorch's fixed-point weights for bytes, if the largest weight is from 1 to 2
+THINNEST_SIDES = 20  # largest ratio of the longer to the shorter side at which an image is enlarged as a whole
+_WEIGHT_BITS = 14  # precision of PyTorch's fixed-point weights for bytes, if the largest weight is from 1 to 2
 
-# By filter: how far it reaches in pixels, and its weight at a distance; PyTorch's with antialiasing, as Pillow's.
+# The radius of each filter in pixels, and its weight by distance; as in Pillow, and in PyTorch with antialiasing.
 FILTERS = {
     InterpolationMode.BILINEAR: (1, lambda x: (1 - x).clamp(min=0)),
     InterpolationMode.BICUBIC: (
@@ -42,19 +43,20 @@ FILTERS = {
 def resized_centre(
     image: torch.Tensor, resize_size: ImageSize, size: ImageSize, mode: InterpolationMode
 ) -> torch.Tensor:
-    """Resize the shorter side, or cover a non-square size, and crop the center.
+    """Resize the shorter side (or cover a non-square size), then crop the center.
 
-    For an enlarged image thinner than 1:20, only the part that the center needs is read. The bytes equal those of
-    `resize` and `center_crop` where PyTorch resizes bytes as bytes (x86 with AVX2, ARM); elsewhere they differ by at
-    most 1, and floats by rounding.
+    If an image thinner than 1:20 is enlarged, only the pixels that contribute to the center are read. The resulting
+    bytes equal those of `resize` and `center_crop` where PyTorch resizes bytes natively (x86 with AVX2, ARM).
+    Elsewhere, bytes differ by at most 1; floats differ by rounding errors.
 
     Args:
         image: uint8 or float32 [C, H, W].
-        resize_size: In pixels.
+        resize_size: Size before cropping, in pixels.
         size: Size of the center, in pixels.
         mode: Bilinear or bicubic, with antialiasing.
 
-    Returns: The center in the dtype of `image`, [C, H, W].
+    Returns:
+        The center in the dtype of `image`, [C, h, w].
     """
     height, width = image.shape[-2:]
     (rows_there, columns_there), centre = sides(resize_size), sides(size)
@@ -65,7 +67,7 @@ def resized_centre(
         columns_there = int(rows_there * width / height)
     if max(height, width) <= THINNEST_SIDES * min(height, width) or rows_there <= height:
         image = functional.resize(image, [rows_there, columns_there], mode, antialias=True)
-    elif cuts_rows:  # columns first, as PyTorch: it rounds bytes in between
+    elif cuts_rows:  # columns first, like PyTorch, which rounds bytes in between
         first, weights = _centre_weights(height, rows_there, centre[0], mode)
         rows = image[:, first : first + weights.shape[1]]
         rows = functional.resize(rows, [rows.shape[1], columns_there], mode, antialias=True)
@@ -79,7 +81,7 @@ def resized_centre(
 
 
 def _centre_weights(side: int, resized: int, size: int, mode: InterpolationMode) -> tuple[int, torch.Tensor]:
-    """Return the first pixel that contributes to the center of an enlarged side, and float64 [size, pixels] weights."""
+    """Return the first pixel used for the center of an enlarged side, and the weights, float64 [size, pixels]."""
     centres = side / resized * (round((resized - size) / 2) + torch.arange(size, dtype=torch.float64) + 0.5)
     reach = FILTERS[mode][0]
     first, end = max(int(centres[0] - reach + 0.5), 0), min(int(centres[-1] + reach + 0.5), side)
@@ -89,14 +91,14 @@ def _centre_weights(side: int, resized: int, size: int, mode: InterpolationMode)
 def resize_weights(
     pixels: torch.Tensor, centres: torch.Tensor, step: torch.Tensor | float, mode: InterpolationMode
 ) -> torch.Tensor:
-    """Return the weight of each pixel of a side in each pixel of the resized side.
+    """Return the weight of each original pixel in each resized pixel, along one side.
 
     The weights are those of PyTorch's `_compute_indices_min_size_weights_aa`
     (aten/src/ATen/native/cpu/UpSampleKernel.cpp).
 
     Args:
         pixels: Indices of the available pixels, float64 [P].
-        centres: Centers of the resized pixels, in pixels of the side, float64 [S].
+        centres: Centers of the resized pixels, in units of original pixels, float64 [S].
         step: Distance between centers, at least 1.
         mode: Bilinear or bicubic, with antialiasing.
 
@@ -112,7 +114,7 @@ def resize_weights(
 
 
 def _weighted(weights: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Return the rows of `image` [C, h, w], weighted by [S, h]: [C, S, w]; bytes are rounded as in PyTorch."""
+    """Return weighted sums [C, S, w] of the rows of `image` [C, h, w]; bytes are rounded as in PyTorch."""
     exact = image.dtype != torch.uint8
     one = 2**_WEIGHT_BITS
     factors = weights if exact else (weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc()
@@ -122,7 +124,7 @@ def _weighted(weights: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-TRIES = 10  # of random crops, as in torchvision's `RandomResizedCrop`
+TRIES = 10  # attempts at a random crop, as in torchvision's `RandomResizedCrop`
 CROP_DRAWS = 2 * TRIES + 2
 
 
@@ -135,7 +137,7 @@ class Box(NamedTuple):
     width: int
 
 
-BoxChooser = Callable[[int, int], Box]  # from height and width of an image to a part of it
+BoxChooser = Callable[[int, int], Box]  # from an image's height and width to a part of the image
 
 
 def random_box(
@@ -145,10 +147,11 @@ def random_box(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Box:
-    """Choose a random part with 8 to 100 % of the area and an aspect ratio of 3:4 to 4:3.
+    """Choose a random part of an image, by default 8 to 100 % of its area with an aspect ratio of 3:4 to 4:3.
 
-    Area and shape (log-uniform) are drawn until they fit, at most 10 times; then the largest central part with an
-    allowed shape is used. The distribution is that of torchvision's `RandomResizedCrop.make_params`.
+    The area and the log-uniform aspect ratio are drawn up to 10 times until they fit; if none fits, the result is the
+    largest central part with an allowed aspect ratio. The distribution is that of torchvision's
+    `RandomResizedCrop.make_params`.
 
     Args:
         height: Height of the image in pixels.
@@ -175,7 +178,7 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
-    """Return the function from uint8 [C, H, W], or the type in `values`, to float32 [C, H, W] of size `image_size`."""
+    """Return a transform from uint8 [C, H, W], or the type in `values`, to float32 [C, H, W] of size `image_size`."""
     steps = [evaluation_geometry(preprocessing), v2.ToDtype(torch.float32, scale=True)]
     if preprocessing.values != BYTES:  # bytes are resized as bytes, and rounded
         steps.reverse()
@@ -183,7 +186,7 @@ def evaluation_transform(preprocessing: Preprocessing) -> Transform:
 
 
 def evaluation_geometry(preprocessing: Preprocessing) -> Transform:
-    """Build the part of `evaluation_transform` before normalization: from uint8 or float32 [C, H, W] to [C, S, S]."""
+    """Return the steps of `evaluation_transform` before normalization, from uint8 or float32 [C, H, W] to [C, S, S]."""
     size, resize_size = preprocessing.image_size, preprocessing.resize_size
     filter_mode = InterpolationMode(preprocessing.interpolation)
     if preprocessing.fit == "pad":
@@ -194,15 +197,16 @@ def evaluation_geometry(preprocessing: Preprocessing) -> Transform:
 
 
 def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour: Sequence[float]) -> torch.Tensor:
-    """Resize with antialiasing to fit into the shape, and pad the other side at both ends.
+    """Resize an image with antialiasing to fit into `size`, and fill the rest with bars on both sides.
 
     Args:
         image: uint8 or float32 [1 or C, H, W].
-        size: In pixels.
-        mode: The filter.
-        colour: Color of the bars, for C channels; 1 stands for 255 in bytes.
+        size: Size of the result in pixels.
+        mode: Interpolation filter.
+        colour: Color of the bars, one value per channel; 1 means 255 for bytes.
 
-    Returns:The image in its own dtype, [C, H, W] of this size.
+    Returns:
+        The padded image in the dtype of `image`, [C, h, w].
     """
     inside, outer = image.shape[-2:], sides(size)
     fullest = 0 if outer[0] * inside[1] <= outer[1] * inside[0] else 1
@@ -219,24 +223,24 @@ def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour
 
 
 def viewable(images: torch.Tensor) -> torch.Tensor:
-    """Return the first channels [..., 1 or 3, H, W] of images, to show them as gray or RGB."""
+    """Return the first 1 or 3 channels of images, [..., 1 or 3, H, W], for display in gray or RGB."""
     return images[..., : 3 if images.shape[-3] >= 3 else 1, :, :]
 
 
 def unnormalized(images: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """Return normalized images [..., C, H, W] as values in 0..1."""
+    """Convert normalized images [..., C, H, W] back to values in 0..1."""
     means = (preprocessing.mean, preprocessing.std)
     mean, std = (torch.tensor(each, device=images.device)[:, None, None] for each in means)
     return images * std + mean
 
 
 def resize(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """Resize uint8 [C, h, w] to [C, S, S] with antialiasing; unlike torchvision, do not copy a cropped view.
+    """Resize uint8 [C, h, w] to [C, S, S] with antialiasing; unlike torchvision, this does not copy a cropped view.
 
-    This is fastest if the channels are innermost in memory.
+    Resizing is fastest if the channels are innermost in memory.
     """
     size, mode = preprocessing.image_size, preprocessing.interpolation
-    # the new dimension is put before the height, else torch does not see that the channels are innermost
+    # the batch dimension goes before the height, otherwise torch does not see that the channels are innermost
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return torch.nn.functional.interpolate(batch, sides(size), mode=mode, antialias=True)[0]
 
@@ -259,7 +263,7 @@ def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Ca
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep 1 to 8 bits of each pixel, or none, which makes it black as before Pillow 13.
+    """Keep 0 to 8 bits of each pixel; 0 bits make an image black, as before Pillow 13.
 
     Pillow 13 rejects 0 bits, which timm uses.
     """
@@ -271,7 +275,7 @@ def _trivialaugment(augmentation: Augmentation, preprocessing: Preprocessing) ->
 
 
 def _autoaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
-    """Return the policy found for ImageNet, CIFAR-10 or SVHN."""
+    """Return the AutoAugment policy learned on ImageNet, CIFAR-10 or SVHN."""
     found_for = v2.AutoAugmentPolicy(augmentation.policy.removeprefix("autoaugment_"))
     return v2.AutoAugment(found_for, interpolation=InterpolationMode(preprocessing.interpolation))
 
@@ -296,8 +300,8 @@ POLICIES: dict[str, Callable[[Augmentation, Preprocessing], Callable]] = {
 
 
 def build_policy(augmentation: Augmentation, preprocessing: Preprocessing) -> Transform | None:
-    """Return the policy and color jitter of an augmentation, which keeps uint8 [3, S, S]; None if it has none."""
+    """Return an augmentation's policy and color jitter as a transform of uint8 [3, S, S]; None if it has neither."""
     steps = [POLICIES[augmentation.policy](augmentation, preprocessing)] if augmentation.policy else []
     if augmentation.color_jitter:
-        steps.append(v2.ColorJitter(*[augmentation.color_jitter] * 3))  # timm's meaning of one number: hue stays
+        steps.append(v2.ColorJitter(*[augmentation.color_jitter] * 3))  # as in timm, one number keeps the hue
     return v2.Compose([v2.ToPILImage(), *steps, v2.PILToTensor()]) if steps else None

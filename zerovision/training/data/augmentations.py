@@ -1,4 +1,4 @@
-"""The augmentation and the size by epoch of training images, from flags; imports neither torch nor Pillow."""
+"""Reads the augmentation and the progressive size of training images from flags; imports neither torch nor Pillow."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ _LARGEST_RATIO = 100
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The steps applied to training images, in this order: a line of `AUGMENTATIONS`, possibly changed by flags.
+    """The steps applied to training images, in this order: an entry of `AUGMENTATIONS`, possibly changed by flags.
 
     Attributes:
         crop: Whether to resize a random part instead of the whole image.
-        crop_scale: Smallest and largest share of the area that a crop takes.
+        crop_scale: Smallest and largest share of the area that a crop covers.
         crop_ratio: Smallest and largest width of a crop, as a multiple of its height.
-        policy: A name of `augment.POLICIES`, '' for none.
-        randaugment: timm's string for the policy "randaugment".
+        policy: A key of `augment.POLICIES`, or '' for none.
+        randaugment: timm's configuration string for the policy "randaugment".
         color_jitter: Largest change of brightness, contrast and saturation, as a share; 0 for none.
-        shift: Whether the image is shifted.
-        shift_pixels: The farthest shift; None for 10 % of the size (3 pixels at 32).
-        shift_padding: What fills the edge: zeros, or the image's reflection ("reflect").
-        mirror: Mirroring left to right: "off", "random" (half of the time) or "alternate" (every other epoch).
-        erasing: Probability that a rectangle is erased.
+        shift: Whether to shift images.
+        shift_pixels: Largest shift in pixels; None for 10 % of the image size (3 pixels at 32).
+        shift_padding: What fills the edges: "zeros", or a reflection of the image ("reflect").
+        mirror: Horizontal mirroring: "off", "random" (half of the time) or "alternate" (every other epoch).
+        erasing: Probability of erasing a rectangle.
         erasing_mode: What fills the rectangle; see `batch_transforms.RandomErasing`.
-        function: A user's function, applied after `policy`: takes uint8 [C, H, W] and a generator, and returns an image
-            of the same shape. The generator and the global ones of Python, NumPy and torch are seeded by (seed, epoch,
-            index).
+        function: A user's function, applied after `policy`, which takes uint8 [C, H, W] and a NumPy generator and
+            returns an image of the same shape. This generator and the global ones of Python, NumPy and torch are seeded
+            by (seed, epoch, index).
     """
 
     crop: bool = False
@@ -69,17 +69,17 @@ class Augmentation:
     function: Callable[[torch.Tensor, np.random.Generator], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if "<" in getattr(self.function, "__qualname__", ""):  # of a lambda, or defined inside of a function
+        if "<" in getattr(self.function, "__qualname__", ""):  # a lambda, or defined inside a function
             raise UserError("an augmentation's function is a `def` at the top of a file: workers find it by its name.")
 
     @property
     def uses_pillow(self) -> bool:
-        """Whether Pillow changes single images on the CPU."""
+        """Whether Pillow transforms single images on the CPU."""
         return bool(self.policy or self.color_jitter)
 
     @property
     def draws_globally(self) -> bool:
-        """Whether single images are changed with random numbers from the global generators."""
+        """Whether single images are transformed with random numbers from the global generators."""
         return self.uses_pillow or self.function is not None
 
     @property
@@ -109,14 +109,14 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentation:
-    """Return the named line of `AUGMENTATIONS`, with the changes from the other fields.
+    """Return the selected entry of `AUGMENTATIONS`, changed as the other settings require.
 
     Args:
         given: The user's choices.
-        default: The meaning of "auto".
+        default: The name that "auto" stands for.
 
     Raises:
-        UserError: If a name or range is invalid, or a field does not apply to the named augmentation.
+        UserError: If a name or range is invalid, or a setting does not apply to the selected augmentation.
     """
     if given.augmentation not in ("auto", *AUGMENTATIONS):  # auto: the data set's own
         raise unknown_name("augmentation", given.augmentation, ("auto", *AUGMENTATIONS))
@@ -150,7 +150,7 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
 
 
 def _read_range(flag: str, text: str, most: int) -> tuple[float, float]:
-    """Read "LOW,HIGH"; a number may be a fraction, because no decimal number is 4/3."""
+    """Parse "LOW,HIGH"; fractions are allowed, because 4/3 has no exact decimal form."""
     found = _RANGE_PATTERN.fullmatch(text)
     low, high = (Fraction(number) for number in found.groups()) if found else (Fraction(0), Fraction(0))
     if not 0 < low <= high <= most:
@@ -170,9 +170,9 @@ class SizeRamp:
     """Progressive resizing as in ffcv-imagenet's `get_resolution`.
 
     Attributes:
-        low: Side in pixels of the images up to epoch `first`, from 0.
-        first: The last epoch at `low`.
-        last: The first epoch at full size, if it is after `first`.
+        low: Side of the images in pixels, from epoch 0 to epoch `first`.
+        first: The last epoch with images of side `low`.
+        last: The first epoch with images of full size, if it is later than `first`.
     """
 
     low: int
@@ -180,9 +180,9 @@ class SizeRamp:
     last: int
 
     def size(self, epoch: int, full: int) -> int:
-        """Return the side in pixels in an epoch: linear from `low` to `full` between `first` and `last`.
+        """Return the side of an epoch's images in pixels: linear from `low` to `full` between `first` and `last`.
 
-        It is rounded to the nearest multiple of 32, or of 4 for images below 128 pixels.
+        The side is rounded to the nearest multiple of 32, or of 4 if `full` is below 128 pixels.
         """
         if epoch <= self.first:
             return self.low
@@ -193,15 +193,15 @@ class SizeRamp:
         return min(max(round(between / step) * step, self.low), full)
 
     def sizes(self, full: int) -> list[int]:
-        """Return the sides that occur, in ascending order."""
+        """Return all sides that occur, in ascending order."""
         return sorted({self.size(epoch, full) for epoch in range(self.first, self.last + 2)})
 
 
 def size_ramp(value: str) -> SizeRamp | None:
-    """Read a value of `--progressive-size`; None for an empty one.
+    """Parse a value of `--progressive-size`; return None for an empty value.
 
     Raises:
-        UserError: If it does not have the form LOW:FIRST:LAST, or its numbers are out of order.
+        UserError: If the value does not have the form LOW:FIRST:LAST, or its numbers are out of range or order.
     """
     if not value:
         return None

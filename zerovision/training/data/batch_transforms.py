@@ -1,12 +1,12 @@
-"""Transforms batches on the device: shifts, mirrors, normalizes and erases images, and mixes them.
+"""Transforms batches on the device: shifts, mirrors and normalizes images, erases rectangles, and mixes images.
 
-Bytes are transferred as bytes, a quarter of the size of float32. Random numbers are drawn on the CPU as a function of
-(seed, epoch, index), and pixels move by whole numbers, so a GPU gives the same result as a CPU. The result is in
-channels_last order, in which convolutions are fastest.
+8-bit images are transferred as bytes, a quarter of the size of float32. Random numbers are drawn on the CPU as a
+function of (seed, epoch, index), and images are shifted by whole pixels, so a GPU produces the same result as a CPU.
+The result has the channels_last memory format, in which convolutions are fastest.
 
-Mixup and cutmix make one choice per micro-batch, with the distribution of timm's `Mixup` in mode "batch". It is a
-function of (seed, epoch, leaf), so it is the same on any number of ranks and after a resume; for leaves see
-`base.leaves`. Erasing follows timm's `RandomErasing`.
+Mixup and cutmix make one random choice per micro-batch, with the distribution of timm's `Mixup` in mode "batch". The
+choice is a function of (seed, epoch, leaf), so it is the same on any number of ranks and after a resume (see
+`base.leaves`). Erasing follows timm's `RandomErasing`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zerovision.training.data.randomness import FIRST_ERASING_DRAW, uniform_draw
 from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.transfer import to_device
 
-# Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896; the values of timm
+# Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896; values as in timm
 AREA = (0.02, 1 / 3)  # of the image
 RATIO = (0.3, 1 / 0.3)  # height / width
 TRIES = 10
@@ -38,11 +38,12 @@ class RandomErasing:
     """Erases a rectangle in some images of a batch.
 
     Args:
-        probability: Probability that an image is erased.
-        mode: "const" for zeros, which is the mean; "rand" for one normal number per channel; "pixel" for one per pixel.
+        probability: Probability of erasing a rectangle in an image.
+        mode: What fills the rectangle: "const" for zeros (the mean color); "rand" for one normal random number per
+            channel; "pixel" for one per pixel and channel.
         size: Size of the images in pixels.
         seed: The run's seed.
-        channels: C of the images.
+        channels: Number of channels C.
     """
 
     def __init__(self, probability: float, mode: str, size: ImageSize, seed: int, channels: int = 3) -> None:
@@ -51,11 +52,11 @@ class RandomErasing:
         self._noise_on: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        """Erase in place.
+        """Erase rectangles in place.
 
         Args:
             images: float32 [B, C, S, S], normalized, channels_last.
-            epoch: Decides, with the indices, what is erased.
+            epoch: Epoch, which together with `indices` determines what is erased.
             indices: int64 [B], positions in the data set.
         """
         draws = uniform_draws(self._seed, epoch, indices, ERASING_DRAWS, first=FIRST_ERASING_DRAW)
@@ -71,16 +72,16 @@ class RandomErasing:
         return images
 
     def _fill(self, start: torch.Tensor) -> torch.Tensor:
-        """Return the fill: float32 [], or [K, 1 or H, 1 or W, C]: the noise from `start` (int64 [K, 1])."""
+        """Return the fill: zero, float32 [], or noise from `start` (int64 [K, 1]), float32 [K, 1 or H, 1 or W, C]."""
         if self._noise_shape is None:
             return torch.zeros((), device=start.device)
         places = start + torch.arange(math.prod(self._noise_shape), device=start.device)
         return self._noise(start.device)[places % NOISE_LENGTH].view(-1, *self._noise_shape)
 
     def _noise(self, device: torch.device) -> torch.Tensor:
-        """Return normal numbers, float32 [NOISE_LENGTH]; new numbers for every pixel would take longer than a step.
+        """Return fixed normal noise, float32 [NOISE_LENGTH]; new noise for every pixel would take longer than a step.
 
-        NumPy keeps the numbers of `RandomState` the same in all versions.
+        NumPy guarantees the same numbers from `RandomState` in all versions.
         """
         if device not in self._noise_on:
             noise = np.random.RandomState(self._seed).standard_normal(NOISE_LENGTH)
@@ -92,15 +93,15 @@ class RandomErasing:
 
 
 def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.ndarray:
-    """Choose the rectangles to erase: area and shape (log-uniform) are drawn until they fit, at most 10 times.
+    """Choose the rectangles to erase; area and log-uniform aspect ratio are drawn up to 10 times until they fit.
 
     Args:
         size: Size of the images in pixels.
-        probability: Probability of a rectangle.
+        probability: Probability of erasing a rectangle in an image.
         draws: float64 [B, ERASING_DRAWS], uniform in [0, 1).
 
     Returns:
-        int64 [6, K]: slot in the batch, top, left, height, width, and place in the noise of K <= B rectangles.
+        int64 [6, K] for K <= B rectangles: slot in the batch, top, left, height, width, and offset in the noise.
     """
     rows, columns = sides(size)
     log_low, log_high = map(math.log, RATIO)
@@ -120,7 +121,7 @@ BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
 
 
 class BatchTransforms:
-    """The last part of an augmentation, on a batch of images of one size: uint8, or float32 from `to_values`.
+    """The last steps of an augmentation, for a batch of images of one size: uint8, or float32 from `to_values`.
 
     Args:
         preprocessing: See `DatasetPair.preprocessing`.
@@ -147,7 +148,7 @@ class BatchTransforms:
 
         Args:
             images: uint8 or float32 [B, 1 or C, S, S] on any device.
-            epoch: Decides the augmentation.
+            epoch: Epoch, which determines the augmentation.
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
 
         Returns:
@@ -159,15 +160,15 @@ class BatchTransforms:
         if self.augmentation.mirror != "off":
             mirrored = self._is_mirrored(self._draws(epoch, indices), epoch, indices)
             chosen = torch.from_numpy(np.arange(len(indices)) + len(indices) * mirrored)
-            # choosing from both is four times as fast as `torch.where` on bytes
+            # selecting from both is four times as fast as `torch.where` on bytes
             images = torch.cat([images, images.flip(2)]).index_select(0, to_device(chosen, images.device))
         return self._finish(images, epoch, indices)
 
     def with_border(self, images: torch.Tensor) -> torch.Tensor:
-        """Pad images [N, S, S, 1 or C], wide enough for the farthest shift, with zeros or their mirror image."""
+        """Pad images [N, S, S, 1 or C], wide enough for the largest shift, with zeros or their reflection."""
         if self.augmentation.shift_padding == "zeros":
             return pad(images, [0, 0] + [self.border] * 4)
-        for dimension, side in enumerate(self.sides, 1):  # `pad` reflects no bytes
+        for dimension, side in enumerate(self.sides, 1):  # `pad` cannot reflect bytes
             reflected = torch.from_numpy(np.pad(np.arange(side), self.border, mode="reflect"))
             images = images.index_select(dimension, to_device(reflected, images.device))
         return images
@@ -178,7 +179,7 @@ class BatchTransforms:
         Args:
             bordered: uint8 or float32 [N, S + 2 * border, S + 2 * border, 1 or C].
             positions: int64 [B], positions of the images in `bordered`.
-            epoch: Decides the augmentation.
+            epoch: Epoch, which determines the augmentation.
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
         """
         if not self.augmentation.shift and self.augmentation.mirror == "off":
@@ -186,7 +187,7 @@ class BatchTransforms:
             return self._finish(bordered.index_select(0, places), epoch, indices)
         draws = self._draws(epoch, indices)
         tops, lefts = (draws[:, 1:] * (2 * self.border + 1)).astype(np.int64).T
-        # few numbers are copied; the position of every pixel follows from them on the device
+        # only a few numbers are copied; the device computes the position of every pixel from them
         chosen = np.stack([positions, tops, lefts, self._is_mirrored(draws, epoch, indices)])
         images, top, left, mirrored = to_device(torch.from_numpy(chosen), bordered.device).unsqueeze(2)
         down, along = (torch.arange(side, device=bordered.device) for side in self.sides)
@@ -201,22 +202,22 @@ class BatchTransforms:
         return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS)
 
     def _is_mirrored(self, draws: np.ndarray, epoch: int, indices: np.ndarray) -> np.ndarray:
-        """Return bool [B]; `draws` are the epoch's draws.
+        """Return which images to mirror, bool [B]; `draws` are the epoch's draws.
 
-        "alternate" draws only the first epoch's side (Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
-        arXiv:2404.00498).
+        "alternate" draws only the orientation in the first epoch (Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single
+        GPU", arXiv:2404.00498).
         """
         if self.augmentation.mirror == "alternate":
             return (self._draws(0, indices)[:, 0] < 0.5) ^ (epoch % 2 == 1)
         return (draws[:, 0] < 0.5) & (self.augmentation.mirror == "random")
 
     def _finish(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        """Normalize and erase: from uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
+        """Normalize images and erase rectangles: uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         images = self._normalise(images)
         return self._erase(images, epoch, indices) if self.augmentation.erasing else images
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
+        """Normalize uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         if images.device not in self._factors_on:
             self._factors_on[images.device] = [to_device(factors, images.device) for factors in self._factors]
         scale, offset = self._factors_on[images.device]
@@ -232,7 +233,7 @@ class Mix(NamedTuple):
     """How to mix the images of a micro-batch.
 
     Attributes:
-        share: Share of the image itself, 0 to 1; the rest is its partner's.
+        share: Share of the image itself, 0 to 1; the rest comes from its partner.
         box: Top, bottom, left and right of the rectangle that cutmix copies from the partner; None for mixup.
     """
 
@@ -246,8 +247,8 @@ class Mixing:
     Mixup: Zhang et al., arXiv:1710.09412; cutmix: Yun et al., arXiv:1905.04899.
 
     Args:
-        options: Parameters of the two beta distributions, probabilities, and epochs.
-        num_classes: Classes C.
+        options: Options with the alphas of mixup and cutmix, their probabilities, and the numbers of epochs.
+        num_classes: Number of classes C.
     """
 
     def __init__(self, options: DataOptions, num_classes: int) -> None:
@@ -264,14 +265,14 @@ class Mixing:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix a micro-batch; the images may be changed in place.
 
-        The partner of the first sample is the last one, that of the second the last but one, and so on. Samples with
-        weight 0 (padding, unreadable images) have no partner and are not mixed into others.
+        Samples are paired from both ends: the first with the last, the second with the second to last, and so on.
+        Samples with weight 0 (padding, unreadable images) have no partner and are not mixed into other samples.
 
         Args:
             images: float32 [B, channels, S, S], normalized, channels_last.
             labels: int64 [B], on the same device.
             weights: float32 [B].
-            epoch: Decides, with the leaf, how to mix.
+            epoch: Epoch, which together with `leaf` determines how to mix.
             leaf: Index of the micro-batch in its epoch, over all ranks.
             targets: float32 [B, C]; None to use the labels.
 
@@ -289,7 +290,7 @@ class Mixing:
             targets = torch.zeros(len(labels), self._num_classes, device=images.device)
             targets.scatter_(1, labels[:, None], 1)
         targets = torch.lerp(targets.index_select(0, partner), targets, mix.share)
-        pixels = images.permute(0, 2, 3, 1)  # in the order of the memory, which `index_select` does not keep
+        pixels = images.permute(0, 2, 3, 1)  # in memory order, because `index_select` does not preserve channels_last
         if mix.box is None:
             return torch.lerp(pixels.index_select(0, partner), pixels, mix.share).permute(0, 3, 1, 2), targets
         top, bottom, left, right = mix.box
@@ -298,11 +299,11 @@ class Mixing:
         return images, targets
 
     def drawn(self, epoch: int, leaf: int, shape: tuple[int, int]) -> Mix | None:
-        """Return how to mix a micro-batch of images with this height and width, or None."""
+        """Return how to mix a micro-batch of images with this height and width; None for no mixing."""
         options = self._options
         if options.mixup_off_epochs and epoch >= options.epochs - options.mixup_off_epochs:
             return None
-        # NumPy keeps the numbers of RandomState the same in all versions; those of its newer generators may change.
+        # NumPy guarantees RandomState's numbers in all versions; those of its newer generators may change.
         draws = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((options.seed, epoch, leaf))))
         if draws.rand() >= options.mixup_probability:
             return None
@@ -313,7 +314,7 @@ class Mixing:
         share = float(draws.beta(alpha, alpha))
         if not cuts:
             return Mix(share, None)
-        # the images' shape with the rest of the area, around any pixel; the targets count what of it is inside
+        # the box has the images' shape and the rest of the area, around any pixel; targets count only the part inside
         ends = []
         for size in shape:
             side, centre = int(size * np.sqrt(1 - share)), int(draws.randint(size))

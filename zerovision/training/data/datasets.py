@@ -43,22 +43,22 @@ from zerovision.training.data.settings import IMBALANCE, NUMBERS, SEVERAL_LABELS
 from zerovision.training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-IMAGES_OF_STATISTICS, SIDE_OF_STATISTICS, VALUES_OF_STATISTICS = 64, 128, 2**26  # of files read as numbers
+IMAGES_OF_STATISTICS, SIDE_OF_STATISTICS, VALUES_OF_STATISTICS = 64, 128, 2**26  # for files read as numbers
 
 
 @dataclass(eq=False)
 class ImageDataset(Dataset):
-    """Samples by (epoch, draw key): `(normalized image float32 [C, S, S], label)`.
+    """Maps (epoch, draw key) to a sample: `(normalized image float32 [C, S, S], label)`.
 
     Attributes:
         source: The raw images.
         preprocessing: See `DatasetPair.preprocessing`.
-        augmentation: The augmentation; by default none.
+        augmentation: The augmentation; none by default.
         seed: Seed of the augmentation.
-        most_bad: Number of images that may be unreadable and get weight 0; with 0, the first is an error.
-        ramp: Size of the images by epoch; None if it is always that of `preprocessing`.
+        most_bad: Number of images that may be unreadable and get weight 0; if 0, any unreadable image is an error.
+        ramp: Image size by epoch; None if every epoch uses the size in `preprocessing`.
         batch_transforms: Applied to whole batches on the device, after `read`.
-        mixing: Applied to whole batches after `batch_transforms`; None for no mixing.
+        mixing: Applied to whole batches after `batch_transforms`; None to disable mixing.
         sets: Which classes each label stands for; None if each label is one class.
     """
 
@@ -81,9 +81,9 @@ class ImageDataset(Dataset):
         return len(self.source.labels)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
-        """Return one sample of an epoch by its number in `BatchKey.draw_keys`, before mixing.
+        """Return the sample for an epoch and one of its `BatchKey.draw_keys`, before mixing.
 
-        The global generators are not changed.
+        The state of the global random generators is preserved.
 
         Raises:
             ImageError: If the image cannot be read.
@@ -97,7 +97,7 @@ class ImageDataset(Dataset):
         return self.batch_transforms(image[None], epoch, draw_keys)[0], int(self.source.labels[index])
 
     def for_epoch(self, epoch: int) -> ImageDataset:
-        """Return the set with images of the size for an epoch; itself for the full size."""
+        """Return this set with images of the epoch's size; the set itself if that is the full size."""
         full = self.preprocessing.image_size
         size = full if self.ramp is None else self.ramp.size(epoch, int(full))
         if size == full:
@@ -113,22 +113,22 @@ class ImageDataset(Dataset):
 
     @property
     def sizes(self) -> list[ImageSize]:
-        """All sizes in pixels that images have in some epoch."""
+        """All image sizes, in pixels, that occur in any epoch."""
         full = self.preprocessing.image_size
         return [full] if self.ramp is None else [*self.ramp.sizes(int(full))]
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
-        """Return the draws that `read` needs for samples `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
+        """Return the random draws that `read` needs; `indices` are int64 [B], the `draw_keys` of a `BatchKey`."""
         return uniform_draws(self.seed, epoch, indices, CROP_DRAWS, first=FIRST_CROP_DRAW).tolist()
 
     def read(self, epoch: int, index: int, draws: list[float], offset: int = 0) -> torch.Tensor:
         """Return the image, uint8 or float32 [C, S, S], before `batch_transforms`; may seed the global generators.
 
         Args:
-            epoch: Decides the augmentation.
+            epoch: Epoch, which determines the augmentation.
             index: Position in the data set.
-            draws: Draws of this sample, from `draws`.
-            offset: Difference from `index` to the sample's key in `BatchKey.draw_keys`.
+            draws: This sample's row in the result of `draws`.
+            offset: The sample's key in `BatchKey.draw_keys`, minus `index`.
 
         Raises:
             ImageError: If the image cannot be read.
@@ -146,12 +146,12 @@ class ImageDataset(Dataset):
 
     def _crop(self, draws: list[float]) -> BoxChooser:
         height, width = self.batch_transforms.sides
-        low, high = (bound * (width / height) for bound in self.augmentation.crop_ratio)  # 1: this shape
+        low, high = (bound * (width / height) for bound in self.augmentation.crop_ratio)  # 1: the output's shape
         return partial(random_box, draws=draws, scale=self.augmentation.crop_scale, ratio=(low, high))
 
 
 def _checked(result: object, image: torch.Tensor, function: object) -> torch.Tensor:
-    """Return a user function's result; raise a UserError if it is not an image of the same shape."""
+    """Return a user function's result; raise UserError if it is not an image of the same shape and dtype."""
     if isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (image.shape, image.dtype):
         return result
     made = f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
@@ -164,16 +164,17 @@ class DatasetPair:
     """The training and validation sets from `load_data`, the same on every rank.
 
     Attributes:
-        train: Training samples, augmented by (seed, epoch, index).
-        val: Validation samples, never augmented; the epoch of their key is ignored.
-        class_names: Name of each label, or of each column of `sets`.
-        preprocessing: The evaluation transform. If training images have another size, theirs is `train.preprocessing`.
-        augmentation: The augmentation in use, never "auto".
-        train_counts: Training images of each class.
-        val_counts: Validation images of each class.
-        fingerprint: sha256 of the classes and of the files (path, size, label) or the pixels in memory.
+        train: Training samples, whose augmentation depends on (seed, epoch, index).
+        val: Validation samples, never augmented; the epoch in a key is ignored.
+        class_names: Name of each label, or of each target column of `sets`.
+        preprocessing: The evaluation preprocessing; `train.preprocessing` has the training images' size, which may
+            differ.
+        augmentation: Name of the augmentation in use, never "auto".
+        train_counts: Number of training images in each class.
+        val_counts: Number of validation images in each class.
+        fingerprint: SHA-256 of the classes, and of the files (path, size, label) or of the pixels in memory.
         notes: One-line messages for the user.
-        test: Samples that are evaluated once, after training, or None. `fingerprint` does not cover them.
+        test: Samples to evaluate once, after training, or None; not included in `fingerprint`.
         sets: Which classes each label stands for; None if each label is one class.
     """
 
@@ -199,12 +200,12 @@ class DatasetPair:
         return None if self.sets is None else self.sets.targets.to(device)
 
     def noted(self, notes: Sequence[str]) -> DatasetPair:
-        """Return the sets with more notes in front of theirs."""
+        """Return a copy of the pair with `notes` before its existing notes."""
         return replace(self, notes=[*notes, *self.notes])
 
     @property
     def parts(self) -> dict[str, ImageDataset]:
-        """The sets by name: train, val and, if there is one, test."""
+        """The sets by name: "train", "val" and, unless it is None, "test"."""
         return {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
 
 
@@ -213,11 +214,11 @@ class DatasetDefaults:
     """Default settings of a data set.
 
     Attributes:
-        image_size: In pixels.
-        augmentation: The meaning of "auto".
+        image_size: Size of the images in pixels.
+        augmentation: Augmentation that "auto" selects.
         centre_crop: Whether evaluation crops the center (photographs) or resizes the whole image.
         mean: Mean per channel of values in 0..1.
-        std: See `mean`.
+        std: Standard deviation per channel of values in 0..1.
     """
 
     image_size: ImageSize
@@ -228,13 +229,13 @@ class DatasetDefaults:
 
 
 PHOTOGRAPHS = DatasetDefaults(224, "crop_flip", centre_crop=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-RGBA_PHOTOGRAPHS = replace(PHOTOGRAPHS, mean=(*IMAGENET_MEAN, 0.5), std=(*IMAGENET_STD, 0.5))  # alpha: -1 to 1
+RGBA_PHOTOGRAPHS = replace(PHOTOGRAPHS, mean=(*IMAGENET_MEAN, 0.5), std=(*IMAGENET_STD, 0.5))  # alpha: -1..1
 
 
 def _preprocessing(size: ImageSize, source: Source, options: DataOptions, defaults: DatasetDefaults) -> Preprocessing:
-    """Return the evaluation transform for images of one size."""
+    """Return the evaluation preprocessing for images of one size."""
     is_cropped = defaults.centre_crop if options.fit == "auto" else options.fit == "crop"
-    resize_size = size_of(*(int(side / options.eval_crop) for side in sides(size)))  # as by timm
+    resize_size = size_of(*(int(side / options.eval_crop) for side in sides(size)))  # as in timm
     channels = source.channels
     return Preprocessing(
         size,
@@ -329,7 +330,7 @@ def _check_colours(source: Source, augmentation: Augmentation, options: DataOpti
 def _check_sizes(
     size: ImageSize, eval_size: ImageSize, augmentation: Augmentation, ramp: SizeRamp | None, ramp_given: str
 ) -> None:
-    """Raise a UserError if the sizes of training and validation images, in pixels, contradict each other."""
+    """Raise UserError if the sizes of training and validation images, in pixels, are inconsistent."""
     smallest = ramp.low if ramp else min(sides(size))
     if ramp and isinstance(size, str):
         raise UserError(f"--progressive-size {ramp_given}: only square images grow; these are {size}: leave it out.")
@@ -352,9 +353,9 @@ def make_array_datasets(
     image_size: ImageSize,
     augmentation: str = "shift",
 ) -> DatasetPair:
-    """Call `make_dataset_pair`, with mean and standard deviation of the training images as defaults.
+    """Call `make_dataset_pair` with the training images' mean and standard deviation as defaults.
 
-    The values of trained weights are meant for bytes, whose range images fill; other images always use their own.
+    The mean and deviation of starting weights are meant for 8-bit images; images of other types always use their own.
     """
     train, val = (source.in_channels(options.image_channels) for source in (train, val))
     mean, std = statistics(train.images)
@@ -369,9 +370,9 @@ def make_array_datasets(
 
 
 def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> DatasetPair:
-    """Call `make_dataset_pair` for training, validation and test images, or for images that are both sets.
+    """Call `make_dataset_pair` for the parts of a data set; a single part is used for training and for validation.
 
-    The fingerprint covers the images' names, sizes and labels, whether they are files or in an archive.
+    The fingerprint covers the images' names, sizes and labels, for separate files and archives alike.
     """
     given = [part for part in parts if len(part)] or [parts[0]]
     first, trained, archive = given[0], given[:2], given[0].archive
@@ -388,7 +389,7 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
     train = sources[0]
     notes, defaults = [*first.notes, *cache_notes], RGBA_PHOTOGRAPHS if train.channels == 4 else PHOTOGRAPHS
     if options.decode != NUMBERS and (options.cache != "off" or not (archive and archive.is_remote)):
-        notes += note_unused_range(train, options.max_megapixels * 10**6)  # of remote ones nothing would be read else
+        notes += note_unused_range(train, options.max_megapixels * 10**6)  # do not fetch remote images only for this
     if options.decode == NUMBERS and len(first):
         mean, std = _statistics_of_some(train)
         defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
@@ -399,7 +400,7 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
 
 
 def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel over evenly spaced images of a set, equally weighted."""
+    """Return the mean and standard deviation per channel of evenly spaced images of a set, weighted equally."""
     most = min(
         len(source.labels), IMAGES_OF_STATISTICS, VALUES_OF_STATISTICS // (source.channels * SIDE_OF_STATISTICS**2)
     )
@@ -422,7 +423,7 @@ def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: D
 
 
 def _preparation_notes(options: DataOptions, preprocessing: Preprocessing, *, of_arrays: bool) -> Iterator[str]:
-    """Yield differences between the preprocessing and that of the starting weights, except the user's choices."""
+    """Yield notes on how preprocessing differs from that of the starting weights, except for the user's choices."""
     here = Preparation.of_run(preprocessing)
     for made in map(Preparation._make, options.made_for):
         if text := differences(made, here, of_arrays=of_arrays):
@@ -438,10 +439,10 @@ def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) ->
 
 
 def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float, ...]:
-    """Return means or deviations for a number of channels; None if the given ones do not fit.
+    """Return means or deviations for this number of channels; () if `values` does not fit.
 
-    A single value is used for all channels; gray images get the mean, because a first layer of 3 channels is summed for
-    them.
+    A single value is used for all channels. Gray images use the mean of the values, because a model's 3-channel first
+    layer is summed into one channel for them.
     """
     if values is None or (len(values) not in (1, channels) and channels != 1):
         return ()
@@ -453,7 +454,7 @@ def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets:
         raise UserError(f"the {what} set is empty: at least one image is needed.")
     if sets is not None:
         return sets.images_of_each(labels)
-    # a label out of range would end in an assertion on the GPU, long after the start
+    # a label out of range would fail an assertion on the GPU, long after the start
     low, high, last = int(labels.min()), int(labels.max()), len(class_names) - 1
     if low < 0 or high > last:
         raise UserError(f"the {what} labels range from {low} to {high}: {last + 1} classes need 0 to {last}.")

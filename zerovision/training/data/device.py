@@ -1,4 +1,4 @@
-"""Moves batches to the device, on a GPU during the computation; a small set is kept there entirely."""
+"""Moves batches to the device, on a GPU in parallel with the computation; small data sets are kept on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerovision.training.data.sampler import BatchKey
 from zerovision.training.data.transfer import to_device
 
 MAX_BYTES = 2 * 10**9
-MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is there
+MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is loaded
 
 
 def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: torch.device) -> Iterator[Batch]:
@@ -43,7 +43,7 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream shared by all loaders, because the allocator never reuses memory across streams."""
+    """Return the one stream that all loaders share, because the allocator never reuses memory across streams."""
     return torch.cuda.Stream(device)
 
 
@@ -69,12 +69,12 @@ def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batc
 
 
 class ImagesOnDevice:
-    """All images of a set in one tensor on the device; a batch is an index into it, then transformed.
+    """All images of a set in one tensor on the device, from which batches are selected by index, then transformed.
 
     Args:
-        dataset: A set of arrays whose augmentation works on batches.
-        images: Its images, uint8 or float32 [N, 1 or C, H, W].
-        device: Where the images are kept.
+        dataset: A set of arrays whose augmentation can be applied to whole batches.
+        images: Images of the set, uint8 or float32 [N, 1 or C, H, W].
+        device: The device that stores the images.
     """
 
     def __init__(self, dataset: ImageDataset, images: torch.Tensor, device: torch.device) -> None:
@@ -82,16 +82,16 @@ class ImagesOnDevice:
         self._fill(dataset.for_epoch(0))
 
     def _fill(self, dataset: ImageDataset) -> None:
-        """Put the images on the device in the form that `dataset` yields."""
+        """Copy the images to the device, resized and padded as `dataset` requires."""
         images = self._images
         if images.shape[2:] != dataset.preprocessing.sides:
-            # each resized as `ImageDataset.read` does it: not one bit may differ
+            # each is resized by `ImageDataset.read`, so that not one bit differs
             images = torch.stack([dataset.read(0, index, [])[: images.shape[1]] for index in range(len(dataset))])
         bordered = dataset.batch_transforms.with_border(images.permute(0, 2, 3, 1).contiguous())
         self._filled_with, self._bordered = dataset, bordered.to(self._device)
 
     def batch(self, key: BatchKey) -> Batch:
-        """Return the batch of a key: images float32 [B, C, S, S] on the device, the other tensors on the CPU."""
+        """Return the batch for a key: images float32 [B, C, S, S] on the device, the other tensors on the CPU."""
         dataset = self._dataset.for_epoch(key.epoch)
         if dataset is not self._filled_with:
             self._fill(dataset)
@@ -100,7 +100,7 @@ class ImagesOnDevice:
 
 
 def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDevice | None:
-    """Copy a set to `device` if it consists of arrays, is small enough, and is augmented in batches."""
+    """Copy a set to `device` if it consists of arrays, is small, and is augmented in batches; otherwise return None."""
     source = dataset.source
     if not isinstance(source, ArraySource) or not dataset.augmentation.in_batches:
         return None

@@ -1,8 +1,8 @@
 """Makes the augmentation of a sample depend only on (seed, epoch, index).
 
-`uniform_draws` are stateless hashes. The policies of timm and torchvision draw from the global generators of Python,
-NumPy and torch. These are seeded before each sample and restored after each batch, so that reading data in the main
-process does not change the training's other random numbers.
+`uniform_draws` computes stateless hashes. The policies of timm and torchvision draw from the global generators of
+Python, NumPy and torch. These generators are seeded before each sample and restored after each batch, so that reading
+data in the main process does not affect other random numbers in training.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import random
 import numpy as np
 import torch
 
-COPY = 2**32  # copy k of a sample in an epoch draws as index + k * COPY would; no set has so many samples
-# The first draw of a sample that decides its crop, and what is erased; those before decide mirror and shift.
+COPY = 2**32  # copy k of a sample in an epoch uses the draws of index + k * COPY; no data set has this many samples
+# The first draws for the crop and for erasing; the draws before them determine mirroring and shift.
 FIRST_CROP_DRAW, FIRST_ERASING_DRAW = 3, 25
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -25,7 +25,7 @@ def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int, first:
 
     The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014), applied in turn to seed, epoch, index and the number of the draw. It uses integer
-    arithmetic and one exact division, so it gives the same bits on every machine.
+    arithmetic and one exact division, so the bits are the same on every machine.
 
     Args:
         seed: Seed of the run, at least 0.
@@ -42,7 +42,7 @@ def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int, first:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Apply one step of SplitMix64 to uint64 of any shape; arithmetic modulo 2^64."""
+    """Apply one step of SplitMix64, modulo 2^64, to a uint64 array of any shape."""
     values = values + _GOLDEN_GAMMA
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -50,7 +50,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def seed_generators(seed: int, epoch: int, index: int) -> int:
-    """Seed the three global CPU generators for one sample of one epoch; return the seed, of 64 bits."""
+    """Seed the three global CPU generators for one sample of one epoch; return the 64-bit seed."""
     digest = hashlib.blake2b(f"{seed},{epoch},{index}".encode(), digest_size=8).digest()
     value = int.from_bytes(digest, "little")
     random.seed(value)

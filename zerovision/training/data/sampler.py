@@ -1,14 +1,14 @@
-"""Chooses the samples of each rank and step, as pure functions of (seed, epoch, step), for any number of ranks.
+"""Chooses the samples of each rank and step by pure functions of (seed, epoch, step), for any number of ranks.
 
 An epoch of N samples is one permutation of them, divided into whole optimizer steps. The last step is padded with
 samples from the start of the same permutation, with weight 0, so each sample counts exactly once per epoch and all
-batches have one shape. Any step can be computed without earlier ones, so resuming within an epoch reads nothing
-unnecessarily.
+batches have the same shape. The samples of any step can be computed without those of earlier steps, so resuming within
+an epoch reads no unnecessary data.
 
-With balanced sampling and repeated augmentation an epoch still has N samples, each counted once. But a sample of the
-set may occur several times, with different augmentation, or not at all.
+With balanced sampling or repeated augmentation, an epoch still has N samples, but an image may occur several times,
+with different augmentation, or not at all.
 
-With `--order shards` the permutation reads the data's shards one after another, so that each byte is fetched once, see
+With `--order shards`, the permutation reads the shards one after another, so that each byte is fetched once; see
 `_by_shards`.
 """
 
@@ -36,11 +36,11 @@ class BatchKey(NamedTuple):
     """The samples of one batch.
 
     Attributes:
-        epoch: Decides the augmentation.
+        epoch: Epoch, which determines the augmentation.
         indices: int64 [B], positions in the data set.
         weights: float32 [B], 1 for a sample and 0 for padding.
         draw_keys: int64 [B], keys of the augmentation's draws: index + k * COPY for copy k of a sample in the epoch.
-        leaf: Index of the micro-batch in the epoch, over all ranks; the key of draws for the whole micro-batch.
+        leaf: Index of the micro-batch in the epoch, over all ranks; also the key of draws for the whole micro-batch.
         wants_digests: Whether to compute `Batch.digests`.
     """
 
@@ -58,15 +58,16 @@ class BatchPlan:
 
     Attributes:
         num_samples: Size N of the training set, at least 1.
-        batch_size_per_rank: Samples B of one micro-batch.
-        accumulation_steps: Micro-batches A of each rank in one optimizer step.
-        world_size: Ranks R.
-        seed: Decides the order.
-        labels: int64 [N], if an epoch has equally many samples of each class; None if it has each sample once.
-        repeats: How often in a row each sample of an epoch occurs.
+        batch_size_per_rank: Number of samples B in one micro-batch.
+        accumulation_steps: Number of micro-batches A per rank in one optimizer step.
+        world_size: Number of ranks R.
+        seed: Seed that determines the order.
+        labels: int64 [N] for epochs with equally many samples of each class; None for epochs with each sample once.
+        repeats: Number of consecutive copies of each sample in an epoch.
         groups: Number of equal groups of ranks, each of which averages over its own samples.
-        places: int64 [N, 2], positions in shards that decide the order; see `Images.shards`; None for a random order.
-        window: Number of neighboring samples among which each is shuffled, if there are places.
+        places: int64 [N, 2], positions in shards, which determine the order (see `Images.shards`); None for a random
+            order.
+        window: Number of neighboring samples among which each sample is shuffled; used only with `places`.
         in_turn: See `Leaves`.
     """
 
@@ -89,12 +90,12 @@ class BatchPlan:
 
     @property
     def global_batch(self) -> int:
-        """Samples of one optimizer step: G = B x A x R."""
+        """Number of samples in one optimizer step: G = B x A x R."""
         return self.batch_size_per_rank * self.accumulation_steps * self.world_size
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one epoch: N / G, rounded up."""
+        """Number of optimizer steps in one epoch: N / G, rounded up."""
         return -(-self.num_samples // self.global_batch)
 
     def images(self, first: int, last: int) -> int:
@@ -107,19 +108,19 @@ class BatchPlan:
         return before(last) - before(first)
 
     def position(self, progress: Progress) -> int:
-        """Return the number of optimizer steps of the run before the next one."""
+        """Return the number of optimizer steps that the run has completed."""
         return progress.epoch * self.steps_per_epoch + progress.step
 
     def draw_keys(self, epoch: int) -> np.ndarray:
         """Return the samples of `epoch` in order, as `BatchKey.draw_keys`: int64 [N], the same for any number of ranks.
 
-        If each sample occurs once, these are the positions in the data set.
+        If each sample occurs once, these keys are the positions in the data set.
         """
         return _order(self, epoch)
 
     @cached_property
     def in_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """The samples in shard order, int64 [N], and the number in each shard."""
+        """The samples in shard order, int64 [N], and the number of samples in each shard."""
         assert self.places is not None
         shards, within = self.places.T
         return np.lexsort((within, shards)), np.unique(shards, return_counts=True)[1]
@@ -127,10 +128,10 @@ class BatchPlan:
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
         """Return the samples of one forward pass of one rank.
 
-        Leaf l of step k contains position k*G + l*B and the next B-1. A step has the same
-        leaves for all numbers R of ranks and A of accumulation steps with the same product; `base.leaves` assigns them
-        to ranks. Repeated samples are distributed to the leaves in turn, as timm's sampler does with ranks: leaf l
-        contains every position k*G + l + i*R*A.
+        Leaf l of step k contains position k*G + l*B and the next B-1 positions. The leaves of a step depend on the
+        numbers of ranks R and of accumulation steps A only through their product; `base.leaves` assigns leaves to
+        ranks. Repeated samples are distributed over the leaves in turn, as timm's sampler distributes them over ranks:
+        leaf l contains every position k*G + l + i*R*A.
         """
         leaves, leaf = self.world_size * self.accumulation_steps, self.leaves.number(rank, micro_step)
         positions = self._positions(step, leaf)
@@ -139,14 +140,14 @@ class BatchPlan:
         return BatchKey(epoch, draw_keys % COPY, weights, draw_keys, step * leaves + leaf)
 
     def _positions(self, step: int, leaf: int) -> np.ndarray:
-        """Return the positions of a leaf's samples in the epoch's order, int64 [B]; positions from N are padding."""
+        """Return the positions of a leaf's samples in the epoch's order, int64 [B]; positions from N on are padding."""
         leaves, places = self.world_size * self.accumulation_steps, np.arange(self.batch_size_per_rank)
         places = leaf * self.batch_size_per_rank + places if self.repeats == 1 else leaf + leaves * places
         return step * self.global_batch + places
 
     @property
     def batches_per_rank(self) -> int:
-        """Micro-batches that every rank reads in one epoch."""
+        """Number of micro-batches that every rank reads in one epoch."""
         return self.steps_per_epoch * self.accumulation_steps
 
     def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
@@ -159,7 +160,7 @@ class BatchPlan:
 
         Args:
             step: Step in the epoch.
-            rank: Rank of the group.
+            rank: Any rank of the group.
         """
         if self.groups == 1:
             return min(self.global_batch, self.num_samples - step * self.global_batch)
@@ -167,7 +168,7 @@ class BatchPlan:
         return sum(int((self._positions(step, leaf) < self.num_samples).sum()) for leaf in leaves)
 
     def leaves_of_group(self, rank: int) -> range:
-        """Return the leaves of a step that a rank's group computes: all if there is one group."""
+        """Return the leaves of a step that a rank's group computes; with one group, these are all leaves."""
         length = self.world_size // self.groups * self.accumulation_steps
         first = rank * self.accumulation_steps // length * length
         return range(first, first + length)
@@ -176,23 +177,23 @@ class BatchPlan:
         """Return the factor s that makes averages exact: leaves of the group / `real_samples(step, rank)`.
 
         With `s * sum(weights * losses)` as the loss of a micro-batch, the average over ranks and micro-steps that
-        data-parallel training computes is the mean loss over the real samples of the step. A group without any sample,
-        in the last step of an epoch, has a loss of 0.
+        data-parallel training computes is the mean loss over the real samples of the step. A group without real
+        samples, which can occur in the last step of an epoch, has a loss of 0.
         """
         return len(self.leaves_of_group(rank)) / max(self.real_samples(step, rank), 1)
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The evaluation batches of every rank: each sample once, the same number of equal batches on all ranks.
+    """The evaluation batches of every rank: each sample once, in the same number of equally large batches on all ranks.
 
-    Batch b contains the samples b*B to b*B + B-1 on any number of ranks, because the last bit of a sample's logits may
-    depend on its place in the batch.
+    Batch b contains samples b*B to b*B + B-1 for any number of ranks, because the last bit of a sample's logits may
+    depend on the sample's place in the batch.
 
     Attributes:
         num_samples: Size N of the validation set, at least 1.
-        batch_size_per_rank: Samples B of one batch.
-        world_size: Ranks R.
+        batch_size_per_rank: Number of samples B in one batch.
+        world_size: Number of ranks R.
         stride: Distance between samples, in positions of the data set.
     """
 
@@ -203,11 +204,11 @@ class EvaluationPlan:
 
     @property
     def batches_per_rank(self) -> int:
-        """Number of batches that every rank evaluates; the last ones may contain only padding."""
+        """Number of batches that every rank evaluates; the last batches may contain only padding."""
         return -(-self.num_samples // (self.batch_size_per_rank * self.world_size))
 
     def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
-        """Yield the batches r, r+R, r+2R, ... of rank r, the same in every epoch; padding in the last has weight 0."""
+        """Yield batches r, r+R, r+2R, ... of rank r, the same in every epoch; padding has weight 0."""
         for step in range(first_step, self.batches_per_rank):
             batch = step * self.world_size + rank
             positions = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
@@ -218,10 +219,10 @@ class EvaluationPlan:
 def build_plan(
     config: DataSettings, source: Source, world_size: int, views: int = 1, groups: int = 1, in_turn: int = 1
 ) -> BatchPlan:
-    """Build the plan of a run over a training set, with at least this many views of each sample; see `BatchPlan`.
+    """Build a run's plan for a training set, with at least `views` copies of each sample in a row; see `BatchPlan`.
 
     Raises:
-        UserError: If the set has no shards for `--order shards`.
+        UserError: If `--order shards` is given for a set that is not in several shards.
     """
     labels, places = source.labels, None
     if config.order == "shards":
@@ -237,7 +238,7 @@ def build_plan(
         config.gradient_accumulation_steps,
         world_size,
         config.seed,
-        # A copy: sending a tensor to data workers moves it into shared memory, away from under a view of it.
+        # A copy, because sending a tensor to data workers moves it into shared memory and invalidates views of it.
         labels.numpy().copy() if config.sampling == "balanced" else None,
         max(config.repeated_augmentation, views),
         groups=groups,
@@ -249,10 +250,10 @@ def build_plan(
 
 @lru_cache(maxsize=2)
 def _order(plan: BatchPlan, epoch: int) -> np.ndarray:
-    """Return the keys of an epoch's samples in order; see `BatchKey.draw_keys`: int64 [N], read-only.
+    """Return the `BatchKey.draw_keys` of an epoch's samples in order: int64 [N], read-only.
 
-    Repeated augmentation (Berman et al. 2019, https://arxiv.org/abs/1902.05509, section 3.2; the `RepeatAugSampler` of
-    timm): each of the first N / `repeats` samples of the order, rounded up, is repeated in a row.
+    Repeated augmentation (Berman et al. 2019, https://arxiv.org/abs/1902.05509, section 3.2; timm's
+    `RepeatAugSampler`): each of the first N / `repeats` samples (rounded up) of the order is repeated in a row.
     """
     # NumPy guarantees the raw bits of a bit generator, but not the order of its shuffle: sorting raw bits keeps a run
     # resumable under another NumPy. Equal keys (1 in 10^7 at a million) stay in order.
@@ -270,14 +271,14 @@ def _order(plan: BatchPlan, epoch: int) -> np.ndarray:
 
 
 def _balanced(permutation: np.ndarray, labels: np.ndarray, bits: np.ndarray, epoch: int) -> np.ndarray:
-    """Return keys of as many samples as `bits`, uint64 [M], with each class equally often, to within one sample.
+    """Return M keys, with equally many samples of each class to within one, shuffled by `bits` (uint64 [M]).
 
-    Each class takes its samples in the order of the permutation until it has its share: those of a large class occur
-    only in some epochs, those of a small class repeat as evenly as possible.
+    Each class takes its samples in the order of the permutation until it has its share: samples of a large class occur
+    only in some epochs, and samples of a small class are repeated as evenly as possible.
     """
     classes, counts = np.unique(labels, return_counts=True)
     by_class = permutation[np.argsort(labels[permutation], kind="stable")]
-    # from epoch to epoch, another class comes first, and has one sample more if the classes do not divide M
+    # a different class comes first in each epoch, and has one more sample if the number of classes does not divide M
     turn, shift = np.divmod(np.arange(len(bits)), len(classes))
     chosen = (shift + epoch) % len(classes)
     copy, place = np.divmod(turn, counts[chosen])
@@ -288,9 +289,9 @@ def _balanced(permutation: np.ndarray, labels: np.ndarray, bits: np.ndarray, epo
 def _by_shards(plan: BatchPlan, draws: np.ndarray, bits: np.random.Philox) -> np.ndarray:
     """Return the samples in an order that goes through the shards once: int64 [N].
 
-    The shards are shuffled, and each sample is moved back by up to `window` places, wrapping around at the end. So at
-    any time the samples come from about `window` neighboring ones, whose shards are opened one after another. With a
-    window of N or more, every order is equally likely.
+    The shards are shuffled, and each sample is moved back by up to `window` places, wrapping around at the end. Samples
+    read at about the same time are therefore among about `window` neighboring samples, whose shards are opened one
+    after another. With a window of N or more, every order is equally likely.
 
     Args:
         plan: The plan, with `places` and `window`.
@@ -302,4 +303,4 @@ def _by_shards(plan: BatchPlan, draws: np.ndarray, bits: np.random.Philox) -> np
     firsts, counts = (np.cumsum(counts) - counts)[shards], counts[shards]
     shuffled = samples[np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(len(samples))]
     moved = (np.arange(len(samples)) + (draws % min(plan.window, len(samples))).astype(np.int64)) % len(samples)
-    return shuffled[np.argsort(moved << 20 | (draws >> 44).astype(np.int64), kind="stable")]  # equal ones by chance
+    return shuffled[np.argsort(moved << 20 | (draws >> 44).astype(np.int64), kind="stable")]  # ties at random
