@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from zerovision.training.data.images import Images
 
 TABLE_EXTENSIONS = (".csv", ".tsv")
-ARCHIVES = {".tar": "tar", ".parquet": "parquet"}  # the name in `DATASETS` by the suffix of the files
+ARCHIVES = {".tar": "tar", ".parquet": "parquet"}  # file suffix to name in `DATASETS`
 FOLDERS_OF_ARCHIVES = ("train", "val", "valid", "validation", "test", "data")
 DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
-FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # what auto takes from the starting weights, if it can
+FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # allowed values of the starting weights, for auto
     "interpolation": ("bilinear", "bicubic").__contains__,
     "eval_crop": lambda share: share is not None and 0.5 <= share <= 1,
 }
@@ -37,18 +37,19 @@ FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # what auto takes from the s
 
 @dataclass(frozen=True)
 class DataOptions(DataFields):
-    """What to load and how to prepare it: the data flags, and values of other flags that it needs.
+    """Which data to load and how to prepare it: the data flags, and the other flags that affect loading.
 
     Attributes:
-        mean: Mean per channel of pixels in 0..1; None for the data set's own. A pretrained backbone has its own.
-        std: Standard deviation, like `mean`.
+        mean: Mean per channel of pixel values in 0..1, as used by pretrained weights; None to use the data set's mean.
+        std: Standard deviation per channel; see `mean`.
         seed: The run's seed.
-        epochs: How often the images are read, which determines when mixing ends.
-        class_weights: The value of the flag; balanced weights need counts.
-        eval_crop: The value of the flag, with auto resolved.
-        interpolation: See `eval_crop`.
-        made_for: The preprocessing of the starting weights; see `models.preparation`, except for the user's choices.
-        fewest_classes: The number of classes that the data needs: two for training, one to evaluate a model on it.
+        epochs: Number of training epochs, which determines when mixing ends.
+        class_weights: Value of `--class-weights`; only with "none", class imbalance is noted.
+        eval_crop: Value of `--eval-crop`, with "auto" resolved.
+        interpolation: Value of `--interpolation`, with "auto" resolved.
+        made_for: Preprocessing of the starting weights, without the settings that the user chose; see
+            `models.preparation`.
+        fewest_classes: Minimum number of classes in the data: 2 for training, 1 for evaluation.
     """
 
     mean: tuple[float, ...] | None = None
@@ -63,12 +64,12 @@ class DataOptions(DataFields):
 
     @property
     def root(self) -> Path:
-        """The folder of downloaded data sets."""
+        """The folder for downloaded data sets."""
         return Path(os.path.expanduser(self.data_root))
 
 
 def data_options(config: TrainConfig) -> DataOptions:
-    """Return the options of a configuration's data set; starting weights determine the preprocessing."""
+    """Return the data options of a configuration; starting weights determine the preprocessing."""
     from zerovision.models.preparation import starting_preparations
 
     made_for = starting_preparations(
@@ -91,13 +92,13 @@ def data_options(config: TrainConfig) -> DataOptions:
 
 
 def load_data(options: DataOptions, whole: str = "", images: Images | None = None) -> DatasetPair:
-    """Load the training and validation set that `options` names; the same on every rank.
+    """Load the training and validation sets that `options` describes, identically on every rank.
 
     Args:
         options: Options of the data.
-        whole: "all" for undivided data, or "train", "val" or "test" for only that part: both sets then have these
-            images, without a cache. Only for data with `DatasetEntry.has_parts`.
-        images: The result of `list_images` with these options, None to list them now.
+        whole: "all" to load all images undivided, or "train", "val" or "test" to load only that part; both sets then
+            contain these images, uncached. Requires data with `DatasetEntry.has_parts`.
+        images: Result of `list_images` for these options; None to list the images now.
 
     Raises:
         UserError: If an option or the data is invalid; see the module of the data set.
@@ -116,12 +117,12 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
         return importlib.import_module(find_dataset(options.data).module, __name__).load(options)
     if whole:
         return make_file_datasets([undivided(images, whole, options)], replace(options, cache="off"))
-    parts, images = divided(images, options), None  # of millions there is room for one of them
+    parts, images = divided(images, options), None  # memory has room for only one table of millions of images
     return make_file_datasets(parts, options)
 
 
 def list_images(options: DataOptions) -> Images | None:
-    """Return the images of data that lists them one by one, None for other data.
+    """Return the images if the data set lists them one by one, None otherwise.
 
     Raises:
         UserError: See `load_data`.
@@ -134,7 +135,7 @@ def bad_image_share(value: str) -> Fraction:
     """Return the share of a set's images that may be unreadable: 0 for "error", 0.001 for "skip", S for "skip:S".
 
     Raises:
-        UserError: For another value, or a share that is not a decimal number above 0 and below 1.
+        UserError: If the value is none of these, or the share is not a decimal number above 0 and below 1.
     """
     if value in ("error", "skip"):
         return DEFAULT_BAD_IMAGE_SHARE if value == "skip" else Fraction(0)
@@ -148,7 +149,7 @@ def bad_image_share(value: str) -> Fraction:
 
 
 def find_dataset(data: str) -> DatasetEntry:
-    """Return the entry for a `--data` value: a name in the table, or else the kind of file or folder."""
+    """Return the `DATASETS` entry for a `--data` value, by its name or else by the kind of file or folder."""
     if check_url(data):
         return DATASETS[URL]
     name, colon, _ = data.partition(":")
@@ -167,11 +168,11 @@ def find_dataset(data: str) -> DatasetEntry:
 
 
 def _suffix_of_all(folder: str) -> str:
-    """Return the suffix of the archives in a folder; '' if it has none, or subfolders, which are classes or parts."""
+    """Return the suffix of a folder's archives; '' if it has none or has subfolders, which are classes or parts."""
 
     def looked() -> str:
         found = ""
-        with os.scandir(folder) as scan:  # not all of it: a class may have a million
+        with os.scandir(folder) as scan:  # stop early: a class may have a million images
             for entry in scan:
                 if entry.name.startswith("."):
                     continue
@@ -187,7 +188,7 @@ def _suffix_of_all(folder: str) -> str:
 
 
 def _check_options(options: DataOptions) -> None:
-    """Check the options of a Python caller; the command line is checked earlier."""
+    """Check options passed from Python; command-line options are checked earlier."""
     bad_image_share(options.bad_images)
     for name, hint in get_type_hints(DataOptions).items():
         given, allowed = getattr(options, name), get_args(hint)

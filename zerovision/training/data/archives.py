@@ -1,8 +1,8 @@
-"""Folders of archives (files that contain encoded images), and an index beside each archive.
+"""Folders of archives (files that contain encoded images), and the index of each archive.
 
-An index contains the position and label of every image. It is written when an archive is first read or has changed:
-beside the archive, or below `--data-root` if that folder is read-only. It is a NumPy file without objects, and none of
-its contents is opened as a path.
+An index contains the position and label of every image. It is written when an archive is first read or has changed,
+next to the archive, or below `--data-root` if the archive's folder is read-only. An index is a NumPy file without
+pickled objects, and nothing in it is opened as a path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zerovision.training.data.reading.retry import entries_of, is_file, is_folde
 
 SUFFIX = ".index.npz"
 CACHE = "indexes"  # below --data-root
-CLASS_NAMES = "classnames.txt"  # the name of each label of a whole number, one a line, as CLIP's data sets have it
+CLASS_NAMES = "classnames.txt"  # names of integer labels, one per line, as in CLIP's data sets
 LABEL_TYPES = (str, int)
 _NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of "train-00000-of-00002-a1b2c3d4e5f60718"
 
@@ -45,18 +45,18 @@ AnyPath = TypeVar("AnyPath", bound=PurePath)
 
 
 class Index(NamedTuple):
-    """What an archive contains.
+    """The contents of an archive.
 
     Attributes:
         images: The images in file order.
         class_names: Names of the labels, if the archive contains them.
-        left_out: Number of samples without an image, or without a label where that is allowed.
-        columns: See `Kind`.
+        left_out: Number of samples skipped because they have no image, or no label where that is allowed.
+        columns: See `Kind.columns`.
         unused: Names of unused columns or JSON keys.
-        dotted: Number of images whose names have more than one dot, and the first of them.
-        state: Size of the archive in bytes, and the time of its last change in ns.
-        file: Inode of a local archive, and the time of the inode's last change in ns.
-        checksum: See `checksum_of`; `UNKNOWN_CHECKSUM` unless the file is, or was, read from a URL.
+        dotted: Number of images skipped because their names contain more than one dot, and the first such name.
+        state: Size of the archive in bytes, and its modification time in ns.
+        file: Inode number of a local archive, and the inode's change time in ns.
+        checksum: See `checksum_of`; `UNKNOWN_CHECKSUM` unless the archive is, or was, read from a URL.
     """
 
     images: Images
@@ -74,10 +74,10 @@ class Kind(NamedTuple):
     """A kind of archive.
 
     Attributes:
-        suffix: Suffix of the files' names.
-        scan: Reads an archive's index from its content; raises UserError.
-        open: Returns a reader for images of files with these states.
-        columns: The column names, which also determine the index.
+        suffix: Suffix of the file names.
+        scan: Builds an archive's index from its content; may raise UserError.
+        open: Returns a reader for the images in archive files, given the states of the files.
+        columns: The requested columns; an index made for other columns is rebuilt.
     """
 
     suffix: str
@@ -87,10 +87,10 @@ class Kind(NamedTuple):
 
 
 def read(kind: Kind, options: DataOptions) -> Images:
-    """Return the images of archives in a folder, in its subfolders for parts, or in one file; see `listing_of`.
+    """Return the images of the archives in a folder and its subfolders, or of one archive; see `listing_of`.
 
     Raises:
-        UserError: If there is no archive, or one that is unreadable or has an image without a label.
+        UserError: If there is no archive, or an archive is unreadable or contains an image without a label.
     """
     root = Path(os.path.expanduser(options.data)).resolve()
     files = _find(root, kind.suffix)
@@ -105,12 +105,12 @@ def read(kind: Kind, options: DataOptions) -> Images:
 def listing_of(
     root: PurePath, indexes: list[Index], archive: Archive, options: DataOptions, read_names: Callable[[], bytes]
 ) -> Images:
-    """Return the content of archives from their indexes, each image in the part that its column or file names.
+    """Return the images in archives from their indexes; each image's part is named by its column or its file.
 
     Args:
         root: Folder of the archives.
-        indexes: Index of each of the archive's files.
-        archive: Reads them.
+        indexes: Index of each file of `archive`.
+        archive: Reads the images from its files.
         options: Options of the data.
         read_names: Returns the content of `CLASS_NAMES`, or raises OSError.
 
@@ -158,13 +158,13 @@ def _find(root: Path, suffix: str) -> list[Path]:
 
 
 def _part_of(file: PurePath, root: PurePath) -> str:
-    """Return the name of an archive's part: its own name without the number, or its folder's."""
+    """Return the name of an archive's part: the file name without its number, or the folder's name."""
     own = _NUMBERING.sub("", file.stem)
     return own if file.parent == root or part_kind(own)[0] else file.parent.name
 
 
 def _given_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[[], bytes]) -> list[str]:
-    """Return the ordered class names from the files, or from a file beside them; [] if there are none."""
+    """Return the ordered class names from the archives, or from `CLASS_NAMES` next to them; [] if there are none."""
     named = {tuple(index.class_names) for index in indexes} - {()}
     if len(named) > 1:
         raise UserError(f"the files in '{root}' have different class names: make them equal.")
@@ -176,7 +176,7 @@ def _given_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[
 
 
 def open_index(kind: Kind, file: Path, cache: Path) -> Index:
-    """Return the index of an archive; write it if it is missing, or the archive has changed."""
+    """Return the index of an archive, writing a new one if it is missing or the archive has changed."""
     status = patiently(partial(os.stat, file), file)
     state, inode = identity_of(status)
     places = index_of(file), kept_index_of(file, cache)
@@ -186,9 +186,9 @@ def open_index(kind: Kind, file: Path, cache: Path) -> Index:
         if index and (index.state, index.file, index.columns) == (state, inode, kind.columns):
             return index
         has_checksum |= bool(index and index.checksum)
-    checksum = checksum_of(file) if has_checksum else UNKNOWN_CHECKSUM  # which the file needs to be read behind a URL
+    checksum = checksum_of(file) if has_checksum else UNKNOWN_CHECKSUM  # needed to read the archive from a URL
     index = kind.scan(file)._replace(state=state, file=inode, columns=kind.columns, checksum=checksum)
-    for place in places[file.is_symlink() :]:  # beside what a link leads to it would be another's
+    for place in places[file.is_symlink() :]:  # not next to a link: its target may be someone else's
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             write_index(index, place)
@@ -202,24 +202,24 @@ def identity_of(status: os.stat_result) -> tuple[tuple[int, int], tuple[int, int
 
 
 def index_of(file: AnyPath) -> AnyPath:
-    """Return the path of an archive's index beside it."""
+    """Return the path of the index next to an archive."""
     return file.with_name(file.name + SUFFIX)
 
 
 def kept_index_of(file: PurePath, cache: Path) -> Path:
-    """Return the path of an archive's index if its folder is read-only."""
+    """Return the path of an archive's index in `cache`, for archives in read-only folders."""
     return cache / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}{SUFFIX}"
 
 
 def index_from(read: Callable[[], bytes]) -> Index | None:
-    """Return the index in a file; None if it is unreadable or not an index."""
+    """Return the index in a file; None if the file is unreadable or not an index."""
     try:
         content = read()
     except OSError:
         return None
     try:
         return _parsed(content)
-    except Exception:  # a damaged file may end in anything
+    except Exception:  # a damaged file may raise any exception
         return None
 
 
@@ -234,7 +234,7 @@ def write_index(index: Index, place: Path) -> None:
 
 
 def _parsed(content: bytes) -> Index:
-    """Return an index from the content of its file; raise one of various errors if it is invalid."""
+    """Parse the content of an index file; invalid content may raise any exception."""
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         facts, text = json.loads(file["facts"].tobytes()), file["text"]
         columns = {name: file[f"of_{name}"] for name in COLUMNS}

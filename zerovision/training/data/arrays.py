@@ -1,8 +1,8 @@
 """Data sets of arrays in memory: `digits`, `fake` and `npz:FILE`.
 
-Digits are scikit-learn's, real images that need no download (Alpaydin and Kaynak, "Optical Recognition of Handwritten
-Digits", UCI, 1998, CC BY 4.0), in the order of its stratified split of seed 0. A NumPy file has the array names of
-Keras' data sets: x_train, y_train, x_test, y_test.
+`digits` contains scikit-learn's handwritten digits, real images that need no download (Alpaydin and Kaynak, "Optical
+Recognition of Handwritten Digits", UCI, 1998, CC BY 4.0), in the order of scikit-learn's stratified split with seed 0.
+The arrays in a NumPy file are named as in Keras' data sets: x_train, y_train, x_test, y_test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerovision.training.data.reading.image_numbers import to_values
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.reading.sources import ArraySource
 
-IMAGE_SIZE = 32  # of digits and of waves
+IMAGE_SIZE = 32  # of `digits` and `fake`
 DIGITS_TO_TRAIN, MOST_INK = 1437, 16
 FAKE_CLASSES, FAKE_TRAIN_IMAGES, FAKE_VAL_IMAGES, NOISE_LEVELS = 10, 1000, 200, 40
 PARTS = ("train", "test")
@@ -38,7 +38,7 @@ CLASS_NAMES = "class_names"
 
 
 def load(options: DataOptions) -> DatasetPair:
-    """Load the data set that the options name; for errors, see `_load_npz`."""
+    """Load the data set that `options` names; for errors, see `_load_npz`."""
     return {"digits": _load_digits, "fake": _load_fake}.get(options.data, _load_npz)(options)
 
 
@@ -60,14 +60,14 @@ def _load_digits(options: DataOptions) -> DatasetPair:
 
 
 def _load_fake(options: DataOptions) -> DatasetPair:
-    """Generate images of 32 pixels, the same for every seed; for another size they are resized when read."""
+    """Generate 32 x 32 images, the same for every seed; if another size is requested, they are resized when read."""
     train, val = _waves(FAKE_TRAIN_IMAGES, stream=0), _waves(FAKE_VAL_IMAGES, stream=1)
     class_names = [f"wave-{label}" for label in range(FAKE_CLASSES)]
     return make_array_datasets(train, val, class_names, options, IMAGE_SIZE)
 
 
 def _waves(num_images: int, stream: int) -> ArraySource:
-    """Generate waves whose direction and color depend on the class, with labels 0, 1, ... in turn, and noise."""
+    """Generate noisy waves whose direction and color depend on the class; the labels cycle through 0, 1, ..."""
     generator = np.random.Generator(np.random.PCG64(stream))
     labels = np.arange(num_images) % FAKE_CLASSES
     rows, columns = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] * (2 * math.pi * 3 / IMAGE_SIZE)
@@ -82,7 +82,7 @@ def _waves(num_images: int, stream: int) -> ArraySource:
 
 
 def _load_npz(options: DataOptions) -> DatasetPair:
-    """Load images [N, H, W] or [N, H, W, C] and labels [N], numbers or names; class names [classes] are optional.
+    """Load images [N, H, W] or [N, H, W, C], labels [N] (numbers or names), and optional class names [classes].
 
     Raises:
         UserError: If the file is missing or not a NumPy file, or an array has the wrong shape or type.
@@ -92,7 +92,7 @@ def _load_npz(options: DataOptions) -> DatasetPair:
         arrays = patiently(partial(_arrays, path), path)
     except FileServerError:
         raise
-    except Exception as error:  # a damaged archive may end in anything, a single array (.npy) is none
+    except Exception as error:  # damage may raise anything; a lone .npy array fails, too
         raise UserError(f"--data npz:{path}: not a readable .npz file ({' '.join(str(error).split())}).") from None
     where = f"--data npz:{path}"
     given = [str(name) for name in _labels_in(np.ravel(arrays.get(CLASS_NAMES, [])), f"{where}: {CLASS_NAMES}")]
@@ -119,12 +119,12 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _labels(arrays: dict[str, np.ndarray], part: str, where: str) -> list[Label | None]:
-    """Return the labels of a part, None for each image without one; raise UserError if they are not labels."""
+    """Return the labels of a part, None for unlabeled images; raise UserError if the array is missing or invalid."""
     missing = [name for name in (f"x_{part}", f"y_{part}") if name not in arrays]
     if missing:
         raise UserError(f"{where}: {missing[0]} is missing; expected x_train, y_train, x_test, y_test.")
     images, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
-    labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels  # as Keras' CIFAR-10
+    labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels  # as in Keras' CIFAR-10
     if labels.dtype.kind not in "iubUS" or labels.shape != images.shape[:1] or not len(labels):
         raise UserError(
             f"{where}: y_{part} is {labels.dtype} {list(labels.shape)}; expected {len(images)} whole numbers or names, "
@@ -146,7 +146,7 @@ def _source(arrays: dict[str, np.ndarray], part: str, where: str, labels: list[i
     images = arrays[f"x_{part}"]
     images = images[..., None] if images.ndim == 3 else images
     height, width, channels = images.shape[1:] if images.ndim == 4 else (0, 0, 0)
-    is_narrow = height != width and min(height, width) < MIN_IMAGE_SIZE  # as if channels came first
+    is_narrow = height != width and min(height, width) < MIN_IMAGE_SIZE  # the channels are probably first
     if not 1 <= channels <= MOST_IMAGE_CHANNELS or is_narrow:
         raise UserError(
             f"{where}: x_{part} is {images.dtype} {list(images.shape)}; expected images "

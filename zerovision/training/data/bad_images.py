@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PATHS_IN_ERROR = 3
 MAX_FILES_LISTED = 20
-FILES_PER_MESSAGE = 500  # paths may be of 4,096 bytes, and messages are bounded
+FILES_PER_MESSAGE = 500  # a path may have 4,096 bytes, and the size of messages is limited
 
 
 def bad_image_budget(share: Fraction, total: int) -> int:
@@ -31,15 +31,15 @@ def bad_image_budget(share: Fraction, total: int) -> int:
 def read_or_replace(
     read: Callable[[int], torch.Tensor], index: int, dataset: ImageDataset
 ) -> tuple[torch.Tensor, ImageError | None]:
-    """Read an image, or else the next readable one: the slot then gets weight 0, but BatchNorm sees a real image.
+    """Read an image, or replace it with the next readable one, so that BatchNorm sees a real image in its slot.
 
     Args:
         read: Returns the image at an index.
         index: Index of the image.
-        dataset: The set.
+        dataset: The data set.
 
     Returns:
-        The image, and the error if the one at `index` could not be read.
+        The image, and the error if the image at `index` could not be read, which means weight 0 for its slot.
 
     Raises:
         ImageError: If the image is unreadable, and no unreadable image is allowed.
@@ -58,7 +58,7 @@ def read_or_replace(
 
 
 def check_budget(bad_images: dict[str, str], dataset: ImageDataset) -> None:
-    """Raise UserError if these paths are more unreadable images than the set may have."""
+    """Raise UserError if there are more unreadable images than the data set may have."""
     if len(bad_images) > dataset.most_bad:
         raise _over_budget(dataset, [f"{path} ({why})" for path, why in bad_images.items()])
 
@@ -75,13 +75,13 @@ def _over_budget(dataset: ImageDataset, bad: Collection[str] = ()) -> UserError:
 def check_bad_images(loader: Loader, world: World) -> None:
     """End the run if all ranks together have found more unreadable images than allowed; a collective.
 
-    A loader checks its own rank's images as they are read. An image that several ranks, or several epochs, could not
-    read counts once.
+    A loader checks its own rank's images as they are read. An image that could not be read on several ranks or in
+    several epochs counts once.
 
     Raises:
-        UserError: On all ranks.
+        UserError: If the limit is exceeded; raised on all ranks.
     """
-    if not loader.dataset.most_bad:  # the first one was an error
+    if not loader.dataset.most_bad:  # the first unreadable image was an error
         return
     try:
         check_budget(_merged(loader.bad_images, world), loader.dataset)

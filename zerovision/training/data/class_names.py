@@ -1,7 +1,7 @@
-"""Class names: what counts as a label in any source, and the order of the classes.
+"""Class names: which values are labels, whatever the source, and how the classes are ordered.
 
-Text is a name as written, without blanks at its ends, in Unicode form NFC. A number is a number if its type says so, or
-if it indexes given names.
+A text label is used as written, except that outer blanks are removed and Unicode is normalized to form NFC. A label is
+a number if it has a numeric type, or if it indexes given names.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zerovision.training.data.settings import SEVERAL_LABELS
 
 Label = str | int
 Named = TypeVar("Named")
-UNLABELLED = -1  # of integers: how test parts without labels are given
-MOST_DIGITS = 18  # of a number that counts names
+UNLABELLED = -1  # the integer label of images without labels, as in many test parts
+MOST_DIGITS = 18  # of a number that indexes names
 NAMED = 5
 _ENDS = re.compile("^[\\s\ufeff\u200b\u2060]+|[\\s\ufeff\u200b\u2060]+$")
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
@@ -29,7 +29,7 @@ _NOTHING = frozenset({"nan", "none", "null", "nil", "n/a", "na", "<na>", "nat", 
 
 @lru_cache(2**16)
 def clean(text: str) -> str:
-    """Return text in form NFC, without blanks and byte-order marks at its ends."""
+    """Return text in Unicode form NFC, without blanks and byte-order marks at its ends."""
     return _ENDS.sub("", unicodedata.normalize("NFC", text))
 
 
@@ -37,10 +37,10 @@ def label_of(value: object) -> Label | None:
     """Return the label in a cell, a JSON value, an array element or a folder name.
 
     Returns:
-        A name, or a whole number if the value has such a type; None for null and -1, which mean no label.
+        A name, or a whole number if the value has an integer type; None for null and -1, which mean no label.
 
     Raises:
-        ValueError: If it is not a label; the text continues a sentence that begins with the location.
+        ValueError: If the value is not a label; the message completes a sentence that begins with the location.
     """
     if hasattr(value, "item") and not getattr(value, "shape", ()):
         value = value.item()  # a NumPy scalar
@@ -67,7 +67,7 @@ def label_of(value: object) -> Label | None:
 def _name(text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes that are no text, which Python keeps as surrogates
+    except UnicodeEncodeError:  # bytes that are not UTF-8, which Python represents as surrogates
         raise ValueError(f"the label {shown(text)} is not encoded as UTF-8") from None
     if not (name := clean(text)):
         raise ValueError("the label is empty")
@@ -77,16 +77,17 @@ def _name(text: str) -> str:
 def number_classes(labels: Collection[Label], given: Sequence[str], where: str) -> tuple[list[str], dict[Label, int]]:
     """Return the class names in order, and the class index of each label.
 
-    Given names keep their order: numbers, even as text, index them from 0, and other labels must be among them. Without
-    given names, the classes are the labels that occur, in numeric order if all are numbers, else sorted as text.
+    Given names keep their order. If all labels are numbers, even as text, they index the names from 0; otherwise each
+    label must be one of the names. Without given names, the classes are the labels that occur, in numeric order if all
+    are numbers, otherwise sorted as text.
 
     Args:
         labels: All labels that occur; see `label_of`.
-        given: Names stored beside the labels, such as those of a ClassLabel.
+        given: Names stored with the labels, such as those of a Hugging Face ClassLabel; may be empty.
         where: Name of the data, for messages.
 
     Raises:
-        UserError: If a label is beyond the names, or not one of them.
+        UserError: If a number is out of range, or a label is not one of the names.
     """
     if not given:
         if all(isinstance(label, int) for label in labels):
@@ -131,13 +132,13 @@ def read_class_names(content: bytes, file: str) -> list[str]:
 
 
 def first_names(names: Collection[Named], form: Callable[[Named], str] = repr) -> str:
-    """Return names for a message; only the first if there are many."""
+    """Join names for a message; if there are many, only the first few are listed."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(map(form, list(names)[:NAMED])) + more
 
 
 def notes_on_names(names: Sequence[str]) -> Iterator[str]:
-    """Yield one note about class names that are probably mistakes, if there are any."""
+    """Yield one note if some class names are probably mistakes."""
     alike = defaultdict(list)
     for name in names:
         alike[_without_spelling(name)].append(name)

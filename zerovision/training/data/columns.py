@@ -1,6 +1,6 @@
-"""The columns besides path and label in tables, Parquet files and JSON: found in any letter case.
+"""Finds the columns besides path and label in tables, Parquet files and JSON, in any letter case.
 
-Unused ones are reported.
+Unused columns are reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FactColumns:
         used: Columns that are read for other purposes.
 
     Attributes:
-        of_facts: Name of the column of each available fact.
+        of_facts: Column name of each fact that the source contains.
         unused: Names of unused columns.
     """
 
@@ -61,10 +61,10 @@ class FactColumns:
 
 
 def find_column(names: Sequence[str], wanted: str) -> str | None:
-    """Return the column with a name, or else the one that differs only in case or blanks, or None.
+    """Return the column `wanted`, or else the column whose name differs only in case or blanks; None if neither exists.
 
     Raises:
-        UserError: If several such columns exist.
+        UserError: If several names differ from `wanted` only in case or blanks.
     """
     if wanted in names:
         return wanted
@@ -75,13 +75,13 @@ def find_column(names: Sequence[str], wanted: str) -> str | None:
 
 
 def unused_notes(names: Iterable[str]) -> list[str]:
-    """Return a note that names the unused columns, if there are any."""
+    """Return a list with one note about the unused columns; [] if all columns are used."""
     listed = list(dict.fromkeys(names))
     return [f"columns that are not used: {first_names(listed, shown)}"] if listed else []
 
 
 def _weight(cell: str) -> float:
-    """Return the weight in a cell; raise ValueError if there is none."""
+    """Parse the weight in a cell; raise ValueError if it is invalid."""
     try:
         weight = float(cell)
     except ValueError:
@@ -90,8 +90,8 @@ def _weight(cell: str) -> float:
         raise ValueError(f"weight is {shown(cell)}; expected a number")
     if weight < 0:
         raise ValueError(f"weight is {weight:g}; expected 0 or more")
-    return weight if weight != 1 else 1.0  # one object for most of them
+    return weight if weight != 1 else 1.0  # one object for most rows
 
 
 def _text(value: object) -> str:
-    return "" if value is None or value != value else clean(str(value))  # NaN, as pandas writes an empty cell
+    return "" if value is None or value != value else clean(str(value))  # NaN is an empty cell in pandas

@@ -1,8 +1,9 @@
-"""Divides a table of images into training, validation and test parts, and puts each in reading order.
+"""Divides a table of images into training, validation and test parts, and sorts each part into reading order.
 
-The held-out images are a function of paths or groups and of classes: the same images give the same training, whatever
-lists them, in any order. Folds are made as in scikit-learn's StratifiedGroupKFold: the largest groups first, each into
-the fold that has least of its classes. Groups and equal files stay together.
+The same images lead to the same training, whatever lists them and in whatever order: paths or groups, classes and the
+split seed determine which images are held out. Folds are made as in scikit-learn's StratifiedGroupKFold: the largest
+groups are assigned first, each to the fold with the fewest images of its classes. Groups and files with identical
+content are never divided between folds.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from zerovision.training.data.label_lists import rarest_class
 from zerovision.training.data.parts import CLASSES_ANYWAY, PARTS, TRAIN, VAL, parts_of_splits
 from zerovision.training.data.reading.files import ImageError
 
-TOLERANCE = 0.1  # of the expected number of held-out images, and one image
+TOLERANCE = 0.1  # allowed deviation, as a share of the expected number of held-out images, plus one image
 
 
 def with_classes(images: Images, class_names: Sequence[str], where: str) -> Images:
-    """Return the images with class names, in the order of the class indices.
+    """Return the images with class names as labels, in the order of the class indices.
 
     Args:
-        images: As they are read.
-        class_names: Names stored beside the labels, or empty; see `number_classes`.
+        images: Images with labels as read from the source.
+        class_names: Names stored with the labels, or empty; see `number_classes`.
         where: Name of the data, for messages.
 
     Raises:
@@ -43,12 +44,12 @@ def with_classes(images: Images, class_names: Sequence[str], where: str) -> Imag
 
 
 def in_parts(images: Images, options: DataOptions) -> Images:
-    """Return the images in the parts of `PARTS`; raise UserError if the parts are unknown."""
+    """Return the images with their splits renamed to `PARTS`; raise UserError if a split is unknown."""
     return images.renamed("part", parts_of_splits(images.words["part"], options), PARTS)
 
 
 def parts_there(images: Images) -> list[str]:
-    """Return which of `PARTS` have images."""
+    """Return the parts that contain images, in the order of `PARTS`."""
     return [PARTS[number] for number in np.unique(images["part"])]
 
 
@@ -75,21 +76,21 @@ def divided(images: Images, options: DataOptions) -> list[Images]:
 
 
 def undivided(images: Images, part: str, options: DataOptions) -> Images:
-    """Return the images of one of `PARTS`, or all of them, in the order of `divided`."""
+    """Return the images of one of `PARTS`, or all images, in the order of `divided`."""
     order = _in_order(images)
     rows = order[images["part"][order] == PARTS.index(part)] if part in PARTS else order
     return _weighted([images.take(rows)], f"--data {options.data}")[0]
 
 
 def fingerprint(parts: Sequence[Images], names: Iterable[str]) -> str:
-    """Return a sha256 of the names of classes and sets, and of path, size, label and weight."""
+    """Return a SHA-256 of the names of classes and label sets, and of each image's path, size, label and weight."""
     digest = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape"))
     for part in parts:
         digest.update(b"\n\n")
         for rows in pieces(part.in_order()):
             facts = (part[name][rows].tolist() for name in ("size", "label", "weight"))
             for path, size, label, weight in zip(part.paths(rows), *facts, strict=True):
-                more = f"\0()\0{weight}" if weight != 1 else ""  # as runs with weights have it since 0.1
+                more = f"\0()\0{weight}" if weight != 1 else ""  # the format of runs with weights since 0.1
                 digest.update(os.fsencode(f"{path}\0{size}\0{label}{more}\n"))
     return digest.hexdigest()
 
@@ -100,7 +101,7 @@ def _in_order(images: Images) -> np.ndarray:
 
 
 def _weighted(parts: list[Images], where: str) -> list[Images]:
-    """Return the parts with weights scaled to a mean of 1 in the first part, like class weights."""
+    """Return the parts with weights scaled so that their mean in the first part is 1, like class weights."""
     mean = math.fsum(parts[0]["weight"]) / max(1, len(parts[0]))
     if not mean:
         raise UserError(f"{where}: all training images have weight 0.")
@@ -135,9 +136,10 @@ def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndar
 
 
 def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Callable[[int], str]]:
-    """Return the hash and name of each image's unit, which is never divided: a group, or the images with one path.
+    """Return the hash of each image's unit, and a function that returns the name of the unit.
 
-    Images with the same name in different archives are separate.
+    A unit, which is never divided, is a group or all images with the same path. Images with the same name in different
+    archives are separate units.
     """
     groups, apart = images.words["group"], np.zeros(len(rows), dtype=bool)
     alone = np.array([not name for name in groups])[images["group"][rows]]
@@ -165,9 +167,9 @@ def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Cal
 
 
 def unit_hashes(names: Iterable[str], seed: int) -> np.ndarray:
-    """Return a 64-bit hash of each path or group, uint64 [N], which decides what is held out.
+    """Return a 64-bit hash of each path or group, uint64 [N], which determines what is held out.
 
-    It depends on the seed.
+    The hash depends on the seed.
     """
     salt = seed.to_bytes(8, "little") if seed else b""
     hashes = (hashlib.blake2b(os.fsencode(name), digest_size=8, salt=salt).digest() for name in names)
@@ -177,23 +179,25 @@ def unit_hashes(names: Iterable[str], seed: int) -> np.ndarray:
 def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np.ndarray:
     """Return which images are held out, bool [N].
 
-    A unit is held out if its hash, as a number from 0 to 1, is below `fraction`. This does not depend on other images,
-    so adding images moves none, nor on the run's seed, so all runs are evaluated on the same images. By chance this
-    could hold out 7 of 11 images. So if the count of a class differs from the expected one by more than `TOLERANCE` and
-    one image, units with the next hashes are moved, and only these can move when images are added. With two or more
-    units, each side has at least one.
+    A unit is held out if its hash, scaled to 0..1, is below `fraction`. This rule depends neither on other images, so
+    adding images moves none of the existing images, nor on the run's seed, so all runs are evaluated on the same
+    images. But by chance, it could hold out 7 of 11 images. Therefore, if the number of a class's held-out units
+    differs from the expected number by more than one unit plus `TOLERANCE`, the units whose hashes are nearest to
+    `fraction` are moved; only these can change sides when images are added. A class with two or more units has at least
+    one unit on each side.
 
     Args:
-        units: uint64 [N]; see `unit_hashes`; images of one unit are on one side.
-        strata: int64 [N], the class; a unit with several classes counts for the most frequent, the first in a tie.
-        fraction: Above 0 and below 1.
+        units: uint64 [N], from `unit_hashes`; all images of a unit are on the same side.
+        strata: int64 [N], the class of each image; a unit with several classes belongs to the most frequent one, or in
+            a tie to the first.
+        fraction: Share to hold out, above 0 and below 1.
     """
     hashes, of_image = np.unique(units, return_inverse=True)
     classes = int(strata.max(initial=0)) + 1
     pairs, counts = np.unique(of_image * classes + strata, return_counts=True)
-    unit, stratum = (half.astype(np.int32) for half in np.divmod(pairs, classes))  # of millions it is 8 bytes less
+    unit, stratum = (half.astype(np.int32) for half in np.divmod(pairs, classes))  # saves 8 bytes per pair, of millions
     del pairs
-    by_unit = np.lexsort((-counts, unit))  # and by class, as it is sorted so
+    by_unit = np.lexsort((-counts, unit))  # ties stay sorted by class
     stratum_of = stratum[by_unit][np.unique(unit, return_index=True)[1]]
     is_held_out = np.zeros(len(hashes), dtype=bool)
     order = np.argsort(stratum_of, kind="stable")
@@ -209,7 +213,7 @@ def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np
 def join_copies(
     units: np.ndarray, sizes: np.ndarray, name_of: Callable[[int], str], read: Callable[[int], bytes]
 ) -> np.ndarray:
-    """Return the units, with one common unit for byte-identical files; only files of equal size are read.
+    """Return the units after joining those of byte-identical files; only files of equal size are read.
 
     Args:
         units: uint64 [N]; see `unit_hashes`.
@@ -233,7 +237,7 @@ def join_copies(
         for place in alike.tolist():
             try:
                 digest = hashlib.sha256(read(place)).digest()
-            except ImageError:  # which is told where it is read to be trained on
+            except ImageError:  # reported when the image is read for training
                 continue
             unit = int(units[place])
             names.setdefault(unit, name_of(place))
@@ -247,13 +251,13 @@ def join_copies(
 
 
 def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
-    """Return the fold of each image, int64 [N], from 0.
+    """Return the fold of each image, int64 [N], counted from 0.
 
-    Units of one image are sorted by hash, and each fold takes the next ones of a class, so when images are added, only
-    those at a fold's ends move to another.
+    Units of one image are sorted by hash, and each fold takes the next units of a class, so when images are added, only
+    images at the ends of a fold move to another fold.
 
     Args:
-        units: uint64 [N]; see `unit_hashes`; images of one unit are in one fold.
+        units: uint64 [N], from `unit_hashes`; all images of a unit are in the same fold.
         strata: int64 [N], the class of each image.
         folds: Number of folds.
     """
@@ -276,17 +280,17 @@ def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
 
 
 def _fullness(taken: Mapping[int, int], counts: Mapping[int, int], totals: Sequence[int]) -> tuple[float, int]:
-    """Return by how much a unit raises the sum of a fold's squared class shares, and the fold's number of images."""
+    """Return how much a unit raises the sum of a fold's squared class shares, and the fold's number of images."""
     raised = sum(taken[label] * counts[label] / totals[label] ** 2 for label in sorted(counts))
     return raised, sum(taken.values())
 
 
 def _shares(total: int, taken: Sequence[int], left: int) -> list[int]:
-    """Return how many of the remaining images each fold gets, so that the folds become as equal as possible."""
+    """Return how many of the remaining images to add to each fold, so that folds become as equal as possible."""
     folds = len(taken)
     wanted = [total * (number + 1) // folds - total * number // folds for number in range(folds)]
     shares = [max(whole - has, 0) for whole, has in zip(wanted, taken, strict=True)]
-    while sum(shares) > left:  # a fold has more than its share in groups: those with the most give way
+    while sum(shares) > left:  # groups exceed a fold's share: the fullest folds receive less
         fullest = max(
             (number for number in range(folds) if shares[number]), key=lambda at: (taken[at] + shares[at], at)
         )

@@ -1,4 +1,4 @@
-"""Folders of images: parts such as `DIR/train` and `DIR/val`, or one folder that is split; one subfolder per class."""
+"""Folders of images, one subfolder per class: parts such as `DIR/train` and `DIR/val`, or one folder to split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerovision.training.data.reading.retry import FolderEntry, entries_of, is_f
 from zerovision.training.data.settings import NUMBERS
 
 NAMES_IN_NOTE = 5
-# What operating systems and file servers leave in every folder, in lower case; names with a dot in front besides.
+# What operating systems and file servers create in folders, in lower case, apart from names with a leading dot.
 SYSTEM_NAMES = frozenset(
     {
         *("@eadir", "@recycle", "@recently-snapshot", "@sharebin", "@tmp", "#recycle", "#snapshot"),
@@ -36,8 +36,8 @@ class FolderListing:
     """Lists the folders below `root`, and counts followed links and skipped files.
 
     Args:
-        root: The data folder, resolved.
-        more: Extensions of image files besides the usual ones.
+        root: Resolved path of the data folder.
+        more: Additional extensions of image files.
     """
 
     def __init__(self, root: Path, more: tuple[str, ...] = ()) -> None:
@@ -74,14 +74,14 @@ class FolderListing:
         return [entry for entry in self.entries(folder) if entry.is_dir()]
 
     def count_loose(self, entries: Iterable[FolderEntry]) -> None:
-        """Count the images among the entries of a folder of classes, which belong to no class."""
+        """Count the images directly in a folder of classes, which belong to no class."""
         self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
 
     def starts_with_images(self, folder: str) -> bool:
         """Return whether a folder itself contains images, not only its subfolders."""
 
         def starts() -> bool:
-            with os.scandir(folder) as scan:  # not all of it: a class may have a million
+            with os.scandir(folder) as scan:  # stop early: a class may have a million images
                 return any(self._is_image(entry.name) and not entry.is_dir() for entry in scan)
 
         return patiently(starts, folder)
@@ -115,7 +115,7 @@ class FolderListing:
             yield f"followed {len(self._links)} symbolic links, such as {first}; the folder of a link is its class"
 
     def _files_below(self, folder: str, chain: Sequence[str]) -> Iterator[FolderEntry]:
-        """Yield the files below a folder; `chain` has the real paths of its parent folders."""
+        """Yield the files below a folder; `chain` contains the real paths of the folder and its parents."""
         for entry in self.entries(folder):
             if not entry.is_dir():
                 yield entry
@@ -156,7 +156,7 @@ def listing(options: DataOptions) -> Images:
     if classes[TRAIN] and classes[VAL]:
         _compare(classes[TRAIN], classes[VAL], "validation part")
     if classes[TRAIN] and classes[TEST]:
-        _compare(classes[TRAIN], classes[TRAIN] | classes[TEST], "test part")  # which may lack some
+        _compare(classes[TRAIN], classes[TRAIN] | classes[TEST], "test part")  # classes may be missing
     notes += folder.notes()
     if several := [name for name, folders in folders_of.items() if len(folders) > 1]:
         ways = "in two Unicode forms, or with blanks at an end"
@@ -179,9 +179,9 @@ def _resolve_root(data: str) -> Path:
 def _add_classes(
     builder: ImagesBuilder, folder: FolderListing, top: str, part: str, folders_of: dict[str, set[str]], fewest: int
 ) -> set[str]:
-    """Add the images of each class folder directly below `top`, and return the classes, at least `fewest`.
+    """Add the images of the class folders directly below `top`, and return the classes, of which `fewest` are required.
 
-    Folders whose names differ in Unicode form, or in blanks at the ends, are one class; see `folders_of`.
+    Folders whose names differ only in Unicode form or outer blanks are one class; `folders_of` collects these names.
     """
     entries = folder.entries(top)
     if not entries:

@@ -1,4 +1,4 @@
-"""The list of a run's images by path and content: what was trained on, and what has changed since."""
+"""The list of a run's images by path and content, which shows what was trained on and what has changed since."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ListedImage(NamedTuple):
         part: "train", "val" or "test".
         label: Name of the class.
         size: Size of the file, in bytes.
-        digest: Digest of its content; see `reading.sources.digest_of`.
-        path: Relative to the data folder.
+        digest: Digest of the file's content; see `reading.sources.digest_of`.
+        path: Path of the file, relative to the data folder.
     """
 
     part: str
@@ -45,11 +45,11 @@ class ListedImage(NamedTuple):
 
 
 def list_images(data: DatasetPair, digests: Mapping[str, np.ndarray] | None = None) -> list[ListedImage]:
-    """Return the images of all parts that are files.
+    """Return the images of all parts that are read from files.
 
     Args:
-        data: The sets.
-        digests: int64 [N] by part; `UNKNOWN` if missing.
+        data: The data sets.
+        digests: Digests of each part's images, int64 [N] by part; `UNKNOWN` for missing parts.
     """
     listed, names = [], data.label_names
     for part, set_ in data.parts.items():
@@ -63,7 +63,7 @@ def list_images(data: DatasetPair, digests: Mapping[str, np.ndarray] | None = No
 
 
 def write_image_list(file: Path, images: Sequence[ListedImage]) -> None:
-    """Write the list as compressed CSV, which `zcat` shows."""
+    """Write the list as gzip-compressed CSV, which `zcat` can print."""
     with replacing(file) as temporary, gzip.open(temporary, "wt", 1, "utf-8", "surrogateescape", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(COLUMNS)
@@ -71,10 +71,10 @@ def write_image_list(file: Path, images: Sequence[ListedImage]) -> None:
 
 
 def read_image_list(file: Path) -> list[ListedImage]:
-    """Return the list; empty if there is none, as in a run on images in memory.
+    """Return the list in a file; [] if the file does not exist, as for a run on images in memory.
 
     Raises:
-        UserError: If it is damaged.
+        UserError: If the file is damaged.
     """
     if not file.is_file():
         return []
@@ -134,12 +134,12 @@ class TrainedImages:
 
 
 class ImageContents:
-    """Collects the digests of a run's images until all were read once, and writes the list.
+    """Collects the digests of a run's images until all images have been read once, then writes the list.
 
     The constructor and `after_epoch` are collectives.
 
     Args:
-        folder: The run's folder; if it already has the list of images, nothing is collected.
+        folder: The run's folder; if it already contains the list of images, nothing is collected.
         data: The data.
         loaders: This rank's loaders, by part.
         world: The ranks.
@@ -156,10 +156,10 @@ class ImageContents:
             loader.watch(is_on=is_needed)
 
     def after_epoch(self, *, is_last_chance: bool) -> None:
-        """Write the list if all images were read; a collective.
+        """Write the list once all images have been read; a collective.
 
         Args:
-            is_last_chance: Whether the epoch was read completely or is the last one.
+            is_last_chance: Whether the epoch was read completely or is the last epoch.
         """
         own = {name: loader.digests for name, loader in self._loaders.items() if loader.digests is not None}
         if not (is_last_chance and own):

@@ -1,8 +1,8 @@
 """The encoded images of a data set as one table: one row per image, one column per fact.
 
-Every reader (folder, table, tar, Parquet, hub, URL) returns an `Images`, `division` divides and orders it, and a
-`FileSource` reads images by it. Columns are tensors, which worker processes share; ten million rows need no Python
-objects.
+Every reader (folder, table, tar, Parquet, Hub, URL) returns an `Images`, `division` divides and sorts it, and a
+`FileSource` reads the images that it lists. Columns are tensors, which worker processes share, so even ten million rows
+need no Python objects.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ import torch
 from zerovision.training.data.columns import NO_FACTS, Facts
 from zerovision.training.data.reading.files import MAX_FILE_BYTES, ImageError, read_file
 
-COLUMNS: dict[str, str] = {  # and their types; see `array` and NumPy
-    **dict.fromkeys(("folder", "label", "part", "group"), "i"),  # numbers of `Images.words`
+COLUMNS: dict[str, str] = {  # column types; see `array` and NumPy
+    **dict.fromkeys(("folder", "label", "part", "group"), "i"),  # indices into `Images.words`
     **dict.fromkeys(("start", "size", "changed", "place"), "q"),
     **{"length": "i", "file": "i", "weight": "d"},
 }
 WORDS = ("folder", "label", "part", "group")
-ROWS_AT_A_TIME = 2**16  # of which the paths are text
-ROW_BITS = 32  # of a place in a Parquet file, above which is the number of the row group
+ROWS_AT_A_TIME = 2**16  # whose paths exist as text at the same time
+ROW_BITS = 32  # the lowest bits of a place in a Parquet file; the bits above are the row group
 
 
 class Archive:
-    """Files that contain encoded images; can be sent to worker processes.
+    """Files that contain encoded images; an archive can be sent to worker processes.
 
     Attributes:
-        files: Their paths.
-        is_remote: Whether they are downloaded before they are read.
+        files: Paths of the files.
+        is_remote: Whether the files are downloaded before they are read.
     """
 
     files: Sequence[PurePath]
     is_remote = False
 
     def read(self, file: int, place: int, size: int) -> bytes:
-        """Return the image with this many bytes at a position; see `Images`.
+        """Return the encoded image of `size` bytes at `place` in a file; see `Images`.
 
         Raises:
             UserError: If the file has changed since it was listed.
-            FileServerError: If it cannot be read now; see `patiently`.
+            FileServerError: If the file is temporarily unreadable; see `patiently`.
         """
         raise NotImplementedError
 
     def expect(self, files: Iterable[int]) -> None:
-        """Begin to fetch images that will be read, if they are remote."""
+        """Start fetching files that will be read, if they are remote."""
 
     def check_room(self, part: str, files: Iterable[int]) -> None:
         """Raise UserError if remote files read in random order exceed the cache."""
@@ -60,21 +60,21 @@ class Archive:
 
 @dataclass(frozen=True)
 class Images:
-    """N encoded images.
+    """A table of N encoded images.
 
-    The columns: `folder`, with `start` and `length` of the file name in `text`, gives the path; `label` is the class,
-    `part` the part of the data set, `group` the group that is never divided ('': none); `size` is in bytes, `changed`
-    the time of the last change in ns, `weight` the loss weight in training; `file` is the index of the archive's file,
-    and `place` the position in it: in bytes, or as row group and row; see `ROW_BITS`.
+    The columns are: `folder`, and `start` and `length` of the file name in `text`, which together form the path;
+    `label`, the class; `part`, the part of the data set; `group`, the group that is never divided ('' for none); `size`
+    in bytes; `changed`, the modification time in ns; `weight`, the loss weight in training; `file`, the index of the
+    archive's file; and `place`, the position in that file, in bytes or as row group and row (see `ROW_BITS`).
 
     Attributes:
-        root: Folder that the paths are relative to; in an archive, paths are the images' names.
+        root: Folder that paths are relative to; in an archive, paths are the images' names.
         columns: Tensors [N] by name; see `COLUMNS`.
-        words: Names for the numbers in a column of `WORDS`; folders end with a slash.
-        text: uint8, file names as bytes; all tables taken from one table share it.
-        archive: What contains the images; None if each is a separate file.
-        classes: For several labels, the classes that form the label sets, or () if the sets define them.
-        notes: Lines for the user.
+        words: Names that the numbers in each column of `WORDS` stand for; folders end with a slash.
+        text: File names as bytes, uint8; shared by all tables taken from the same table.
+        archive: Archive that contains the images; None if each image is a separate file.
+        classes: With several labels per image, the classes, or () if the label sets define them; otherwise None.
+        notes: One-line messages for the user.
     """
 
     root: PurePath
@@ -92,12 +92,12 @@ class Images:
         return self.columns[column].numpy()
 
     def take(self, rows: np.ndarray) -> Images:
-        """Return some of the rows, int64 [n]."""
+        """Return a table of the given rows, int64 [n]."""
         index = torch.from_numpy(rows)
         return replace(self, columns={name: column[index] for name, column in self.columns.items()})
 
     def renamed(self, column: str, words: Mapping[Any, Any], order: Sequence[Any] = ()) -> Images:
-        """Return the table with renamed words, numbered as in `order`, by default as they occur."""
+        """Return the table with a column's words renamed and numbered as in `order` (default: order of occurrence)."""
         order = order or [*dict.fromkeys(words.values())]
         numbers = {word: number for number, word in enumerate(order)}
         codes = torch.tensor([numbers[words[word]] for word in self.words[column]], dtype=torch.int32)
@@ -105,14 +105,14 @@ class Images:
         return replace(self, columns=columns, words={**self.words, column: [*order]})
 
     def with_files(self, builder: ImagesBuilder) -> Images:
-        """Return the table with the paths, states and places of the same images from a builder."""
+        """Return the table with paths, states and places from a builder, which contains the same images."""
         files, names = builder.build(self.root), ("folder", "start", "length", "size", "changed", "place")
         columns = {**self.columns, **{name: files.columns[name] for name in names}}
         words = {**self.words, "folder": files.words["folder"]}
         return replace(self, columns=columns, words=words, text=files.text)
 
     def paths(self, rows: np.ndarray | None = None) -> Iterator[str]:
-        """Yield the paths of some rows as text, by default of all."""
+        """Yield the paths of some rows, by default of all rows, as text."""
         text, folders = self.text.numpy().data, self.words["folder"]
         for some in pieces(np.arange(len(self)) if rows is None else rows):
             places = (self[name][some].tolist() for name in ("folder", "start", "length"))
@@ -124,9 +124,9 @@ class Images:
         return next(self.paths(np.array([row])))
 
     def in_order(self) -> np.ndarray:
-        """Return the rows sorted by path, then by the other facts, independent of the listing order.
+        """Return the row numbers sorted by path, then by the other facts, independently of the listing order.
 
-        Folder trees are sorted one after another, so that not all paths exist as text at once.
+        Folder trees are sorted one after another, so that not all paths exist as text at the same time.
         """
         folders, top = self.words["folder"], ""
         tree, trees = np.empty(len(folders), dtype=np.int64), 0
@@ -158,14 +158,14 @@ class Images:
         return self.archive.read(file, place, size)
 
     def expect(self, rows: Sequence[int]) -> None:
-        """Begin to fetch images that will be read, if they are remote."""
+        """Start fetching images that will be read, if they are remote."""
         if self.archive is not None and self.archive.is_remote:
             self.archive.expect(self["file"][rows].tolist())
 
     def shards(self) -> np.ndarray:
-        """Return each image's shard and its position there, int64 [N, 2], or [0, 2] if each is a separate file.
+        """Return each image's shard and position in the shard, int64 [N, 2], or [0, 2] if images are separate files.
 
-        A shard is a tar file (4 GB of a larger one), or a row group of a Parquet file.
+        A shard is a tar file (or 4 GB of a larger tar file), or a row group of a Parquet file.
         """
         if self.archive is None:
             return np.empty((0, 2), dtype=np.int64)
@@ -173,7 +173,7 @@ class Images:
 
 
 def pieces(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield rows in pieces."""
+    """Yield rows in pieces of `ROWS_AT_A_TIME`."""
     yield from (rows[start : start + ROWS_AT_A_TIME] for start in range(0, len(rows), ROWS_AT_A_TIME))
 
 
@@ -195,9 +195,9 @@ class ImagesBuilder:
         Args:
             path: See `Images`.
             label: The class, which may not have a name yet.
-            facts: Other facts.
-            state: Its size, and the time of its last change.
-            place: Its position in the archive.
+            facts: Other facts about the image.
+            state: Size of the image in bytes, and its modification time in ns.
+            place: Position of the image in the archive.
         """
         folder, slash, name = path.rpartition("/")
         text = os.fsencode(name)
@@ -209,14 +209,14 @@ class ImagesBuilder:
         self._text += text
 
     def build(self, root: PurePath) -> Images:
-        """Return the images; the builder is then empty."""
+        """Return the images; the builder cannot be used afterwards."""
         columns = {name: torch.from_numpy(np.array(self._columns.pop(name))) for name in COLUMNS}
         text = torch.from_numpy(np.array(self._text, dtype=np.uint8))
         return Images(root, columns, {name: [*words] for name, words in self._words.items()}, text)
 
 
 def concatenated(tables: Sequence[Images]) -> Images:
-    """Return the concatenated tables of an archive's files; `file` is the index of each row's table."""
+    """Concatenate the tables of an archive's files; `file` becomes the index of each row's table."""
     words = {name: {word: word for table in tables for word in table.words[name]} for name in WORDS}
     for name, order in words.items():
         tables = [table.renamed(name, order, [*order]) for table in tables]

@@ -1,7 +1,7 @@
-"""Several labels per image, or none, from tables.
+"""Reads any number of labels per image from tables.
 
-Each different set of labels has a number, which serves as the image's label in orders, splits and lists; the table of
-sets turns it into targets.
+Each distinct set of labels has a number, which is used as the image's label in orders, splits and lists; `LabelSets`
+converts it into targets.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from zerovision.training.data.settings import SEVERAL_LABELS
 
 SEPARATOR = ";"  # in the name of a set
 SEPARATORS = re.compile(r"[;|]")
-LISTS = re.compile(r"[;|,]|^[\[({]")  # of a cell that is not one plain label
+LISTS = re.compile(r"[;|,]|^[\[({]")  # in a cell that may be more than one plain label
 OF_COLUMNS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False, "": False}
 
 
 class LabelSets(NamedTuple):
-    """The different sets of labels of a data set.
+    """The distinct sets of labels in a data set.
 
     Attributes:
-        names: names of the S sets: their classes, separated by semicolons.
-        targets: float32 [S, K], 1 for each class of a set, else 0.
+        names: Names of the S sets: their classes, separated by semicolons.
+        targets: float32 [S, K], 1 for each class in a set, else 0.
     """
 
     names: list[str]
     targets: torch.Tensor
 
     def images_of_each(self, labels: torch.Tensor) -> list[int]:
-        """Return the number of images of each of K classes, for sets int64 [N]."""
+        """Return the number of images in each of K classes; `labels` are the numbers of the images' sets, int64 [N]."""
         counts = torch.bincount(labels, minlength=len(self.names)).double() @ self.targets.double()
         return [int(count) for count in counts]
 
@@ -52,11 +52,11 @@ def set_name(cells: Sequence[str], columns: Sequence[str]) -> str:
     """Return the name of a row's set of labels.
 
     Args:
-        cells: the cells of the columns.
-        columns: their names; each is a class, with 1 or 0 in its cells.
+        cells: The row's cells in `columns`.
+        columns: Names of the columns; each column is a class, with 1 or 0 in its cells.
 
     Raises:
-        ValueError: If a cell is neither 0 nor 1, or a column has a name that a list could not contain.
+        ValueError: If a cell is neither 0 nor 1, or a column's name contains ; or |.
     """
     chosen = []
     for cell, name in zip(cells, columns, strict=True):
@@ -71,7 +71,7 @@ Cell = str | tuple[str, ...]  # text, or the labels of a list
 
 
 def list_in(cell: object) -> Cell:
-    """Return the labels in a cell that is a list, or contains a JSON or Python list; for other cells, the text.
+    """Return the labels in a cell that is a list, or contains a JSON or Python list; otherwise return its text.
 
     Raises:
         ValueError: If an element of the list is not a label.
@@ -88,11 +88,12 @@ def list_in(cell: object) -> Cell:
 def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell, str]:
     """Return the name of the set of labels in each cell of a column.
 
-    Labels are separated by ; or |, or by the user's separator. Without these, a comma or blanks separate labels if each
-    part is the only label of another image; if only some parts are, the cell is ambiguous.
+    Labels are separated by ; or |, or by the user's separator. In a cell without any of these, a comma or blanks
+    separate labels if each part is the only label of another image; if that is true of only some parts, the cell is
+    ambiguous.
 
     Args:
-        cells: All cells; see `list_in`.
+        cells: All cells of the column, from `list_in`.
         separator: The user's separator between labels, or ''.
         where: Name of the column, for messages.
 
@@ -125,7 +126,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
 
 
 def _certain_parts(cell: Cell, separator: str) -> list[str] | None:
-    """Return the labels of a cell, None if it has a comma or blanks whose meaning is unclear."""
+    """Return the labels in a cell; None if it contains a comma or blanks whose meaning is unclear."""
     if isinstance(cell, tuple):
         return list(cell)
     if separator:
@@ -138,16 +139,16 @@ def _certain_parts(cell: Cell, separator: str) -> list[str] | None:
 
 
 def classes_of(name: str) -> list[str]:
-    """Return the classes of a set."""
+    """Return the classes in a set, given the set's name."""
     return name.split(SEPARATOR) if name else []
 
 
 def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSets, list[str]]:
-    """Return the sets of these names, and the names of the classes.
+    """Build the label sets with these names, and return them with the names of the classes.
 
     Args:
-        names: names of the sets, each once.
-        class_names: the class names in order; empty for those in the sets, sorted.
+        names: Names of the sets, without duplicates.
+        class_names: The class names in order; if empty, the sorted classes in the sets.
     """
     names = list(names)
     classes = list(class_names) or sorted({one for name in names for one in classes_of(name)})
@@ -161,10 +162,10 @@ def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSe
 def rarest_class(images: Mapping[str, int]) -> dict[str, str]:
     """Return the rarest class of each set, '' for the empty set.
 
-    Images are held out by it, so that each class gets some.
+    Images are held out by their rarest class, so that every class has some held-out images.
 
     Args:
-        images: number of images of each set.
+        images: Number of images of each set.
     """
     counts: Counter[str] = Counter()
     for name, number in images.items():

@@ -27,21 +27,21 @@ CPU = torch.device("cpu")
 
 
 class Loader:
-    """Loads the batches of one rank in the order of a plan; worker processes live from the first batch to `close`.
+    """Loads the batches of one rank in the order of a plan; worker processes run from the first batch to `close`.
 
     Args:
-        dataset: The set.
+        dataset: The data set.
         plan: Assigns samples to batches.
         rank: This rank, 0 to `plan.world_size` - 1.
-        workers: Number of worker processes, 0 to read in this process; or a pool shared by loaders.
+        workers: Number of worker processes, 0 to read in this process; or a pool that several loaders share.
         device: Device of the batches.
 
     Attributes:
-        dataset: The set.
-        pool: The worker processes, which other loaders may use too, or None.
-        bad_images: Path and reason of the unreadable images that this rank has found so far.
-        notes: Path and note of the unusual images that this rank has decoded so far.
-        digests: int64 [N], digests of the files that this rank has read; see `watch`; None if not collected.
+        dataset: The data set.
+        pool: The worker processes, which other loaders may share, or None.
+        bad_images: Reason for each unreadable image that this rank has found, by path.
+        notes: Note on each unusual image that this rank has decoded, by path.
+        digests: int64 [N], digests of the files that this rank has read; None if not collected (see `watch`).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Loader:
         """Yield the batches of steps `first_step`, `first_step` + 1, ... of `epoch`.
 
         Raises:
-            UserError: If an image is unreadable, or more images than `--bad-images` allows; raised on this rank only.
+            UserError: If more images are unreadable than `--bad-images` allows; raised on this rank only.
         """
         keys = self._plan.epoch_keys(epoch, self._rank, first_step)
         if self.digests is not None:
@@ -83,13 +83,13 @@ class Loader:
         return batches_on_device(read, self.dataset, self._device)
 
     def each_once(self) -> Loader:
-        """Return a loader that yields each sample once; its findings about the images are shared with this one."""
+        """Return a loader that yields each sample once, and shares this loader's findings about the images."""
         plan, other = self._plan, copy.copy(self)
         other._plan = EvaluationPlan(len(self.dataset), plan.batch_size_per_rank, plan.world_size)
         return other
 
     def read_from(self, batch_of: Callable[[BatchKey], Batch]) -> None:
-        """From now on, take batches from a function of their keys, with transformed images on the device."""
+        """From now on, get each batch from a function of its key, which returns transformed images on the device."""
         self._from_memory = batch_of
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Loader:
 
 
 def _ahead(source: Source, keys: Iterable[BatchKey]) -> Iterator[BatchKey]:
-    """Yield the keys; before each, start to fetch the next key's images if they are remote."""
+    """Yield the keys; before each key, start fetching the next key's images if they are remote."""
     first, second = itertools.tee(keys)
     for key, following in itertools.zip_longest(first, itertools.islice(second, 1, None)):
         if following is not None:
@@ -151,14 +151,14 @@ def build_loaders(
 
 
 def automatic_workers(dataset: ImageDataset, batches: int, world: World) -> int:
-    """Choose the number of worker processes of one rank.
+    """Choose the number of worker processes for one rank.
 
-    There are none for images in memory, nor for a CPU rank, where they would compete with training for cores. Otherwise
-    it is the rank's share of the cores minus one, because decoding is usually the bottleneck for a fast GPU, but at
-    most the number of batches.
+    The number is 0 for images in memory, and for a CPU rank, where workers would compete with training for cores.
+    Otherwise it is the rank's share of the cores minus one, because decoding is usually the bottleneck for a fast GPU,
+    but no more than the number of batches.
 
     Args:
-        dataset: The set to read.
+        dataset: The data set to read.
         batches: Number of batches that the rank reads in a row.
         world: The ranks.
     """
@@ -168,5 +168,5 @@ def automatic_workers(dataset: ImageDataset, batches: int, world: World) -> int:
 
 
 def most_workers(ranks_on_machine: int = 1) -> int:
-    """Return a rank's share of the cores minus one, at least 1."""
+    """Return a rank's share of the cores minus one, but at least 1."""
     return max(usable_cores() // ranks_on_machine - 1, 1)

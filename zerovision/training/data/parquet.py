@@ -1,7 +1,7 @@
 """Parquet files with images, in the layout of Hugging Face's data sets, or with tables of paths; see `table`.
 
-The image column is a struct of bytes and path, and `label` a name, or a number whose name is in the schema's metadata:
-https://huggingface.co/docs/datasets/image_dataset. Only this module needs pyarrow.
+The image column is a struct of bytes and path. The label column contains names, or numbers whose names are in the
+schema's metadata; see https://huggingface.co/docs/datasets/image_dataset. Only this module needs pyarrow.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from zerovision.training.data.table import Row, listing_of
 SUFFIX = ".parquet"
 IMAGE_COLUMN = "image"
 METADATA = b"huggingface"
-CACHE_BYTES = 256 * 2**20  # of row groups that a process keeps
+CACHE_BYTES = 256 * 2**20  # limit for the row groups that a process keeps in memory
 MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images of Parquet files: see `archives.read` or, for files without images, `table.listing`.
+    """Return the images of Parquet files; see `archives.read` or, for files without images, `table.listing`.
 
-    For `hf:ORG/NAME[:SPLIT]` the files come from the Hugging Face hub's cache, see `$HF_HOME`.
+    For `hf:ORG/NAME[:SPLIT]`, the files come from the Hugging Face Hub's cache; see `$HF_HOME`.
     """
     if options.data.startswith("hf:"):
         return _of_hub(options)
@@ -51,7 +51,7 @@ def listing(options: DataOptions) -> Images:
 
 
 def kind_of(options: DataOptions) -> Kind:
-    """Return the kind of Parquet files with the columns in the options."""
+    """Return the kind of Parquet files with the columns that `options` names."""
     columns = options.path_column or IMAGE_COLUMN, options.label_column
     return Kind(SUFFIX, partial(scan, columns), partial(ParquetArchive, columns), columns)
 
@@ -62,10 +62,10 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _opened(path: PurePath) -> Any:
-    """Return pyarrow's `ParquetFile` of a path.
+    """Open a file as pyarrow's `ParquetFile`.
 
     Raises:
-        UserError: If pyarrow is not installed, or this is not a Parquet file.
+        UserError: If pyarrow is not installed, or the file is not a Parquet file.
     """
     try:
         import pyarrow.parquet as parquet
@@ -75,7 +75,7 @@ def _opened(path: PurePath) -> Any:
         return patiently(lambda: parquet.ParquetFile(path), path)
     except (FileServerError, UserError):
         raise
-    except Exception as error:  # a damaged file may end in anything
+    except Exception as error:  # a damaged file may raise any exception
         raise UserError(f"'{path}' is not a readable Parquet file ({one_line(error)}).") from None
 
 
@@ -94,24 +94,24 @@ def _image_columns(schema: Any, label_column: str) -> list[str]:
 
 
 def _chosen(schema: Any, columns: tuple[str, str]) -> str:
-    """Return the requested column of images, or else the only one; '' if there is none, or several."""
+    """Return the requested image column, or else the only image column; '' if there is none, or several."""
     found = _image_columns(schema, columns[1])
     return find_column(found, columns[0]) or (found[0] if len(found) == 1 else "")
 
 
 def _group(file: PurePath, opened: Any, group: int, columns: Sequence[str]) -> list[Any]:
-    """Return columns of a row group, as arrays of Arrow; raise UserError if it is damaged."""
+    """Return columns of a row group as Arrow arrays; raise UserError if the row group is damaged."""
     try:
         table = opened.read_row_group(group, columns=[*columns], use_threads=False)
         return [table.column(column).combine_chunks() for column in columns]
     except (FileServerError, UserError):
         raise
-    except Exception as error:  # a damaged file may end in anything
+    except Exception as error:  # a damaged file may raise any exception
         raise UserError(f"'{file}' is damaged in row group {group} ({one_line(error)}).") from None
 
 
 def _field(images: Any, name: str) -> Any:
-    """Return a field of structs, or nulls if it is missing; plain bytes are returned as they are."""
+    """Return a field of a column of structs, or nulls if the field is missing; plain bytes are returned unchanged."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -122,14 +122,14 @@ def _field(images: Any, name: str) -> Any:
 
 
 def scan(columns: tuple[str, str], file: Path) -> Index:
-    """Return the index of a Parquet file; reads the whole file once.
+    """Return the index of a Parquet file, reading the whole file once.
 
     Args:
         columns: The requested columns of images and labels.
         file: The file.
 
     Raises:
-        UserError: If it is unreadable or lacks the columns, or a label or another cell is invalid.
+        UserError: If the file is unreadable or lacks the columns, or a label or another cell is invalid.
     """
     opened = _opened(file)
     from pyarrow import compute
@@ -171,7 +171,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
 
 
 def _label_names(schema: Any, column: str) -> list[str]:
-    """Return the names of a ClassLabel column, or none."""
+    """Return the class names of a ClassLabel column; [] for other columns."""
     with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
         names = json.loads((schema.metadata or {})[METADATA])["info"]["features"][column]["names"]
         return [name for name in names if type(name) is str]
@@ -179,12 +179,12 @@ def _label_names(schema: Any, column: str) -> list[str]:
 
 
 class ParquetArchive(Archive):
-    """Reads images from Parquet files, and caches the latest row groups.
+    """Reads images from Parquet files, and caches the most recently used row groups.
 
     Args:
         columns: See `scan`.
         files: The files.
-        states: For each file, its size in bytes and the time of its last change in ns.
+        states: Size in bytes and modification time in ns of each file.
     """
 
     def __init__(self, columns: tuple[str, str], files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
@@ -220,10 +220,10 @@ class ParquetArchive(Archive):
 
 
 def _of_hub(options: DataOptions) -> Images:
-    """Return the images of a hub data set, or of a single split.
+    """Return the images of a data set on the Hub, or of one of its splits.
 
     Raises:
-        UserError: If it is not in the cache and `download` is not set, or the split does not exist.
+        UserError: If the data set is neither cached nor downloaded, or the split does not exist.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -237,7 +237,7 @@ def _of_hub(options: DataOptions) -> Images:
                 repository, repo_type="dataset", allow_patterns=f"*{SUFFIX}", local_files_only=not options.download
             )
         )
-    except Exception as error:  # of names, of networks, of rights
+    except Exception as error:  # a wrong name, a network error, missing permissions
         if options.download:
             raise UserError(f"hf:{repository} could not be downloaded: {redacted(one_line(error))}.") from None
         raise UserError(

@@ -26,16 +26,16 @@ CLASSES_ANYWAY = f"if they are classes, give --val-part {NO_PARTS}"
 NAMES_SHOWN = 5
 
 
-Tops = list[tuple[str, str]]  # name and folder of each part, with a folder for each class in it
+Tops = list[tuple[str, str]]  # name and folder of each part; the folder contains one folder per class
 
 
 class _Folder(NamedTuple):
     """A folder directly below the data folder.
 
     Attributes:
-        name: Its name.
-        kind: `TRAIN`, `VAL` or `TEST` by its name, '' for any other.
-        path: The folder itself, or its only subfolder of the same name.
+        name: Name of the folder.
+        kind: `TRAIN`, `VAL` or `TEST` if the name denotes a part, otherwise ''.
+        path: Path of the folder, or of its only subfolder if that has the name of the same part.
         subfolders: Names of the folders in `path`.
     """
 
@@ -46,12 +46,13 @@ class _Folder(NamedTuple):
 
 
 def find_parts(listing: FolderListing, val_part: str = "") -> tuple[Tops, list[str]]:
-    """Return the parts of a data folder, or the folder itself as part '', and notes for the user.
+    """Return the parts of a data folder (or the folder itself as part ''), and notes for the user.
 
     Args:
         listing: Listing of the folder.
-        val_part: The folder to validate on; all others except tests are for training, unless one is named as the
-            training part. '' uses the folder names, "none" treats all folders as classes.
+        val_part: The folder to validate on; training then uses the folder named as the training part or, without one,
+            all other folders except the test part. With '', parts are recognized by name; with "none", all folders are
+            classes.
 
     Raises:
         UserError: If folders look like parts but are ambiguous, or there is no folder `val_part`.
@@ -79,9 +80,9 @@ def find_parts(listing: FolderListing, val_part: str = "") -> tuple[Tops, list[s
 
 
 def part_kind(name: str) -> tuple[str, str]:
-    """Return `TRAIN`, `VAL` or `TEST` for a folder's name, '' if it names no part, and the rest of the name.
+    """Return the part that a folder's name denotes (`TRAIN`, `VAL`, `TEST` or ''), and the rest of the name.
 
-    The rest is the name without the word for the part and words such as "images": '' for "Training set".
+    The rest excludes the word for the part and words such as "images", so it is '' for "Training set".
     """
     words = [word for word in re.split(r"[\W_]+", name.casefold()) if word]
     kinds, rest = [], []
@@ -96,7 +97,7 @@ def part_kind(name: str) -> tuple[str, str]:
 
 
 def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, str]:
-    """Return `TRAIN`, `VAL` or `TEST` for each split of a list; raise UserError if it is unknown."""
+    """Return `TRAIN`, `VAL` or `TEST` for each of the splits; raise UserError for an unknown split."""
     chosen = options.val_part
     if {*given} == {""} or chosen == NO_PARTS:
         return dict.fromkeys(given, TRAIN)
@@ -119,7 +120,7 @@ def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, s
 
 
 def _kinds(names: Sequence[str]) -> dict[str, str]:
-    """Return the kind of each name; a name with additional words counts only beside other parts with the same words."""
+    """Return each name's kind; names with extra words are parts only if training and another part share the words."""
     found = {name: part_kind(name) for name in names}
     groups: dict[str, set[str]] = defaultdict(set)
     for kind, rest in found.values():
@@ -131,7 +132,7 @@ def _kinds(names: Sequence[str]) -> dict[str, str]:
 
 
 def _describe(listing: FolderListing, name: str, path: str, kind: str) -> _Folder:
-    """Look into a folder; a folder with images is examined only if its name is that of a part."""
+    """Describe a folder; a folder that contains images is examined only if its name denotes a part."""
     if not kind and listing.starts_with_images(path):
         return _Folder(name, kind, path, frozenset())
     inside = listing.folders(path)
@@ -163,7 +164,7 @@ def _tops(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None) -
 
 
 def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_Folder]) -> tuple[Tops, list[str]]:
-    """Return the parts of a data folder that has folders with the names of parts."""
+    """Return the parts of a data folder in which some folders are named like parts."""
     root, by_kind = str(listing.root), defaultdict(list)
     for part in parts:
         by_kind[part.kind].append(part)
@@ -204,7 +205,7 @@ def _summary(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None
 
 
 def _refuse_alike(root: str, folders: Sequence[_Folder]) -> None:
-    """Reject folders with unknown names whose subfolders have equal names, because they are unlikely to be classes."""
+    """Reject folders whose subfolders have the same names, because such folders are probably parts, not classes."""
     counts = Counter(name for folder in folders for name in folder.subfolders)
     alike = [
         folder

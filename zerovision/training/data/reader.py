@@ -24,16 +24,16 @@ class Batch:
     """One micro-batch of one rank.
 
     Attributes:
-        images: uint8 or float32 [B, C, S, S] as read; normalized float32 as yielded by the loaders.
+        images: uint8 or float32 [B, C, S, S] when read; normalized float32 when yielded by a loader.
         labels: int64 [B].
-        weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
+        weights: float32 [B]; 0 for padding and for images that could not be read, otherwise 1.
         indices: int64 [B], positions in the data set.
-        bad_images: Path and reason of this batch's unreadable images; other images fill their slots.
-        notes: Path and note of unusual images; see `reading.files.named`.
-        epoch: Decides the rest of the augmentation.
-        draw_keys: int64 [B], which seed the augmentation together with `epoch`; see `BatchKey`.
+        bad_images: Reason for each unreadable image, by path; other images fill the slots of unreadable images.
+        notes: Note on each unusual image, by path; see `reading.files.named`.
+        epoch: Epoch, which determines the rest of the augmentation.
+        draw_keys: int64 [B], keys that seed the augmentation together with `epoch`; see `BatchKey`.
         leaf: See `BatchKey`.
-        targets: float32 [B, classes] if they differ from the labels; see `batch_transforms` and `sets`.
+        targets: float32 [B, classes], or None if `labels` are the targets; see `batch_transforms` and `LabelSets`.
         is_transformed: Whether `images` are already normalized.
         digests: int64 [B], digests of the images' files; see `reading.sources.digest_of`; empty unless the key requests
             them.
@@ -55,13 +55,13 @@ class Batch:
     loss_weights: torch.Tensor | None = None
 
     def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Return the batch in page-locked memory, from which it can be copied to a GPU asynchronously."""
         pinned = {name: getattr(self, name).pin_memory() for name in ("images", "labels", "weights")}
         return dataclasses.replace(self, **pinned)
 
 
 def batch_of(key: BatchKey, source: Source, images: torch.Tensor, **more: Any) -> Batch:
-    """Return the batch of a key with these images of a source; `more` are other fields."""
+    """Return the batch for a key, with these images and a source's labels; `more` contains other fields."""
     indices, own = torch.from_numpy(key.indices), source.loss_weights
     more |= {"epoch": key.epoch, "draw_keys": key.draw_keys, "leaf": key.leaf}
     more["loss_weights"] = None if own is None else own[indices]
@@ -69,12 +69,12 @@ def batch_of(key: BatchKey, source: Source, images: torch.Tensor, **more: Any) -
 
 
 def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | FileServerError:
-    """Read the batch of a key. Errors are returned, because DataLoader would add a traceback to a raised one."""
+    """Read the batch for a key. Errors are returned, because DataLoader would add a traceback to raised errors."""
     try:
         with preserved_generators() if dataset.augmentation.draws_globally else nullcontext():
             return _read(dataset.for_epoch(key.epoch), key)
     except UserError as error:
-        return UserError(str(error))  # those of other arguments cannot be sent between processes
+        return UserError(str(error))  # subclasses with other arguments cannot be sent between processes
     except FileServerError as error:
         return error
 

@@ -16,15 +16,15 @@ class SampleRows:
     """A network's D outputs for each image of a set, on every rank.
 
     Args:
-        loader: loader of the images.
-        world: the ranks that read different images.
-        stride: distance between images that are read, in positions of the set; only these have rows.
+        loader: Loader of the images.
+        world: The ranks, which read different images.
+        stride: Distance between the images to read, in positions of the set; other images have no rows.
 
     Attributes:
         labels: int64 [images].
-        values: [images, D] on the device.
-        weights: float32 [images], 0 for those that could not be read.
-        first: images and rows of this rank's first batch.
+        values: Outputs [images, D] on the device.
+        weights: float32 [images], 0 for images that could not be read.
+        first: Images and outputs of this rank's first batch.
     """
 
     def __init__(self, loader: Loader, world: World, stride: int = 1) -> None:
@@ -35,19 +35,19 @@ class SampleRows:
         self.first: tuple[torch.Tensor, ...] = ()
 
     def add(self, batch: Batch, own: torch.Tensor) -> None:
-        """Keep the rows [B, D] of all ranks' batches; a collective."""
+        """Store the outputs [B, D] for all ranks' batches; a collective."""
         if not self.first:
             self.first, self.values = (batch.images, own), own.new_zeros(len(self.weights), own.shape[1])
         numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device), -1)
         places = gather_rows(numbers, self._world).view(-1) // self._stride
-        # as bytes: gloo knows no bf16
+        # as bytes, because gloo does not support bf16
         rows = gather_rows(own.contiguous().view(torch.uint8).view(-1), self._world).view(own.dtype)
         is_read = places >= 0
         self.values[places[is_read]] = rows.view(len(places), -1)[is_read]
         self.weights[places[is_read].cpu()] = 1.0
 
     def batch(self, key: BatchKey) -> Batch:
-        """Return the batch of a key, with features instead of images; unreadable images have weight 0."""
+        """Return the batch for a key, with outputs in place of images; unreadable images have weight 0."""
         places = to_device(torch.from_numpy(key.indices), self.values.device)
         key = key._replace(weights=key.weights * self.weights.numpy()[key.indices])
         return batch_of(key, self._source, self.values.index_select(0, places), is_transformed=True)

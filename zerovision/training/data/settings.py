@@ -1,8 +1,8 @@
-"""The flags of the data: data set, sizes, augmentation, reading; and the tables of data sets and decoders.
+"""Data flags (data set, sizes, augmentation, reading), and the tables of data sets and decoders.
 
-Importing this module imports neither torch nor Pillow, so that `--help` prints the tables at once; the module of a data
-set is imported on demand. A new data set is one module with `load(options)` or `listing(options)`, and one line in
-`DATASETS`.
+Importing this module imports neither torch nor Pillow, so `--help` prints the tables without delay; a data set's module
+is imported on demand. To add a data set, write a module with `load(options)` or `listing(options)`, and add one entry
+to `DATASETS`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ URL = "://"
 TaskName = Literal["multiclass", "multilabel"]
 MULTILABEL: TaskName = "multilabel"
 SEVERAL_LABELS = f"--task {MULTILABEL}"
-IMBALANCE = 15  # of the commonest class to the rarest: from it on a run notes it
-MAX_MEGAPIXELS, MOST_MEGAPIXELS = 179, 10_000  # of an image: by default, as Pillow; at all
+IMBALANCE = 15  # ratio of the largest class to the smallest from which a run prints a note
+MAX_MEGAPIXELS, MOST_MEGAPIXELS = 179, 10_000  # per image: default limit, as in Pillow; largest limit allowed
 
 
 @dataclasses.dataclass(frozen=True)
 class DatasetEntry:
-    """One line of `DATASETS`.
+    """One entry of `DATASETS`.
 
     Attributes:
-        usage: The value of `--data`.
+        usage: Form of the `--data` value, such as "npz:FILE".
         summary: One sentence for `--help`.
-        module: The module, absolute or relative to this folder, whose `load(options)` returns the `DatasetPair`, or,
-            with `has_parts`, whose `listing(options)` returns an `Images`.
-        takes_name: Whether a colon and a name follow.
-        has_parts: Whether its images are listed one by one and can be divided into parts, as with all paths.
+        module: Module name, absolute or relative to this package. Its `load(options)` returns the `DatasetPair` or,
+            with `has_parts`, its `listing(options)` returns an `Images`.
+        takes_name: Whether the `--data` value contains a colon and a name.
+        has_parts: Whether the images are listed one by one and can be divided into parts, as for all local paths.
     """
 
     usage: str
@@ -46,7 +46,7 @@ class DatasetEntry:
 
     @property
     def is_path(self) -> bool:
-        """Whether it is a path on this machine."""
+        """Whether the `--data` value is a local path."""
         return self.has_parts and not self.takes_name
 
 
@@ -164,7 +164,7 @@ class DataFields:
         "Folder of DIR, or split of a table, to validate on, such as Testing; usual names of train, val and "
         "test are recognized; none: all folders are classes.",
     )
-    image_size: int | str = option(  # an `ImageSize`, as the next
+    image_size: int | str = option(  # an `ImageSize`, like `eval_image_size`
         0,
         "Side of square images in pixels, or height x width, such as 224x448; 0: the data set's own.",
         low=0,

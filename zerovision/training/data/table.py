@@ -1,4 +1,4 @@
-"""`LIST.csv` or `.tsv`: a table of image files with columns path and label, and optional other columns."""
+"""Reads `LIST.csv` or `.tsv`, a table of image files with columns path and label, and optional other columns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from zerovision.training.data.reading.files import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.settings import DATA_ROOT, SEVERAL_LABELS
 
-PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
+PATH_COLUMNS = ("path", "image")  # the second is written by `predict`
 SEPARATORS = (",", ";", "\t", "|")
 MAX_BYTES = 4 * 10**9
 
-Row = tuple[int, Mapping[str, Any]]  # number of its last line, cells by column
+Row = tuple[int, Mapping[str, Any]]  # number of the row's last line, and its cells by column
 
 
 def listing(options: DataOptions) -> Images:
@@ -50,7 +50,7 @@ def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions)
 
 
 def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options: DataOptions) -> Images:
-    """Return the lines of a table, whose files may be missing; for errors, see `listing`."""
+    """Return the images listed in a table, whose files may be missing; for errors, see `listing`."""
     columns, builder, left_out = _TableColumns(header, options), ImagesBuilder(), 0
     for line, row in rows:
         try:
@@ -92,7 +92,7 @@ class _TableColumns(FactColumns):
         super().__init__(header, [self.path, *self._labels])
 
     def label(self, row: Mapping[str, Any]) -> Any:
-        """Return the label in a row, None if it has none; for several labels, the content of the cell.
+        """Return the label in a row, or None; with several labels per image, the cell's content or the name of the set.
 
         Raises:
             ValueError: If the label is empty or invalid.
@@ -106,7 +106,7 @@ class _TableColumns(FactColumns):
         return label_of(cells[0])
 
     def classified(self, images: Images, options: DataOptions) -> Images:
-        """Return the images with their classes, or sets of classes, and parts; raise UserError if some are unknown."""
+        """Return the images with their classes (or sets of classes) and parts; raise UserError if any is unknown."""
         where, images = f"--data {options.data}", in_parts(images, options)
         if not self._are_lists:
             return with_classes(images, (), where)
@@ -118,7 +118,7 @@ class _TableColumns(FactColumns):
 
 
 def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
-    """Return the header and the other rows of a text file, separated as in its header."""
+    """Return the header and the other rows of a text file, with the separator that its header uses."""
     try:
         content = read_file(file, MAX_BYTES)
     except ImageError as error:
@@ -165,10 +165,10 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
 
 
 def _with_files(images: Images, options: DataOptions) -> Images:
-    """Return the images with paths relative to their root, sizes and times.
+    """Return the images with paths relative to `root`, file sizes and modification times.
 
-    Blanks at the ends of a path are ignored unless such a file exists. A path may point anywhere, like a link in a
-    folder; its target must be an image.
+    Blanks at the ends of a path are removed unless a file with exactly this name exists. Like a link in a folder, a
+    path may point anywhere; its target must be an image.
     """
     root, real_folder = images.root, cache(lambda folder: f"{os.path.realpath(folder)}/")
     missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})

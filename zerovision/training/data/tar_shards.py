@@ -1,8 +1,8 @@
-"""Tar files in WebDataset's layout: `000123.jpg` beside `000123.cls` or `000123.json`, in `train-000000.tar`, ...
+"""Tar files in WebDataset's layout: `000123.jpg` next to `000123.cls` or `000123.json`, in `train-000000.tar`, ...
 
-Images are read in place, by the offset in the index: nothing is ever extracted, and no name in a tar file is opened.
-The key of a sample is its name up to the first dot, and its files follow each other:
-https://github.com/webdataset/webdataset. A sample is one image and one label.
+Images are read in place, by the offset in the index: nothing is ever extracted, and no name in a tar file is used as a
+path. The key of a sample is the name of its files up to the first dot, and its files follow each other; see
+https://github.com/webdataset/webdataset. A sample has one image and one label.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zerovision.training.data.reading.retry import patiently
 LABEL, FACTS = ".cls", ".json"
 LABEL_KEYS = ("label", "cls", "class")  # of the JSON, if there is no .cls
 OWN_KEYS = ("path", *LABEL_KEYS)
-HIDDEN = "."  # begins what macOS leaves beside each file, ._NAME, and what no sample is
+HIDDEN = "."  # files with this prefix are not samples, such as macOS's ._NAME
 MOST_LABEL_BYTES = 2**20
 READ_BYTES = 2**24
 
@@ -40,7 +40,7 @@ def listing(options: DataOptions) -> Images:
 
 
 def kind_of(options: DataOptions) -> Kind:
-    """Return the kind of tar files whose images have the extension in the options, or any extension."""
+    """Return the kind of tar files whose images have the extension that `options` names, or any extension."""
     wanted = f".{options.path_column.lower().lstrip('.')}"
     wanted = wanted if os.path.splitext(f"x{wanted}")[1] in IMAGE_EXTENSIONS else ""
     return Kind(".tar", partial(scan, wanted, options.label_column), TarArchive, (wanted, options.label_column))
@@ -51,7 +51,7 @@ class TarArchive(Archive):
 
     Args:
         files: The tar files.
-        states: For each file, its size in bytes and the time of its last change in ns.
+        states: Size in bytes and modification time in ns of each file.
     """
 
     def __init__(self, files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
@@ -84,20 +84,20 @@ def scan(extension: str, label_key: str, file: Path) -> Index:
     """Return the index of a tar file.
 
     Args:
-        extension: Extension of the images, with its dot; any if it is empty.
-        label_key: Key of the label in the JSON, if present.
+        extension: Extension of the images, including the dot; '' for any image extension.
+        label_key: Key of the label in the JSON, tried before `LABEL_KEYS`.
         file: The tar file.
 
     Raises:
-        UserError: If it is not a tar file, is compressed, truncated, or two files in one, or a sample has no label or
-            several images.
+        UserError: If the file is not a tar file, is compressed, truncated or two files joined into one, or a sample has
+            no label or several images.
     """
     try:
         with tarfile.open(file, "r:", encoding="utf-8") as tar:
             return _Scan(extension, label_key, file, tar).index()
     except tarfile.TarError as error:
         cause = one_line(error)
-    except (OSError, ValueError, OverflowError, RecursionError, MemoryError) as error:  # of a crafted header
+    except (OSError, ValueError, OverflowError, RecursionError, MemoryError) as error:  # from a crafted header
         cause = f"damaged: {one_line(error)}"
     raise UserError(f"'{file}' is not an uncompressed tar file ({cause}): unpack it, or make it again.")
 
@@ -142,7 +142,7 @@ class _Scan:
     def _add(
         self, builder: ImagesBuilder, key: str, image: tarfile.TarInfo, kinds: Mapping[str, tarfile.TarInfo]
     ) -> bool:
-        """Add the image of a sample; return False if its label says that it has none."""
+        """Add the image of a sample; return False if the sample is marked as unlabeled."""
         texts = {kind: _text(self._file, self._tar, kinds[kind]) for kind in (LABEL, FACTS) if kind in kinds}
         try:
             facts = json.loads(texts.get(FACTS, "{}"))
@@ -177,7 +177,7 @@ class _Scan:
 
 
 def _members(file: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files in a tar file, checking that each is complete and follows the last."""
+    """Yield the regular files in a tar file, checking that each is complete and follows the previous one."""
     total, last = os.path.getsize(file), -1
     for member in tar:
         if member.offset <= last or member.size < 0 or member.offset_data + member.size > total:
@@ -185,8 +185,8 @@ def _members(file: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         last = member.offset
         if member.isreg() and member.sparse is None and not os.path.basename(member.name).startswith(HIDDEN):
             yield member
-        tar.members = []  # type: ignore[attr-defined]  # which would keep all headers in memory
-    tar.fileobj.seek(tar.offset)  # where tarfile found the end: it takes any header for one that it cannot read
+        tar.members = []  # type: ignore[attr-defined]  # otherwise all headers stay in memory
+    tar.fileobj.seek(tar.offset)  # where tarfile stopped: it treats a header that it cannot read as the end
     if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError(f"cut off, or damaged at {tar.offset}")
     while rest := tar.fileobj.read(READ_BYTES):

@@ -1,4 +1,4 @@
-"""Data sets of torchvision, as sources of arrays in memory or of files."""
+"""torchvision's data sets, as sources of arrays in memory or of files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class TorchvisionEntry:
     """How a data set of torchvision names its parts.
 
     Attributes:
-        train: `split` of the training part; "" if the argument `train` selects it.
-        val: `split` of the validation part, or of the test part if there is no other.
-        augmentation: The meaning of "auto"; digits must not be mirrored.
+        train: Value of `split` for the training part; "" if the argument `train` selects the part instead.
+        val: Value of `split` for the validation part, or for the test part if there is no validation part.
+        augmentation: Augmentation that "auto" selects; digits must not be mirrored.
         files: Name of the attribute that lists the image files; "" if the images are an array in memory.
     """
 
@@ -88,16 +88,16 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
             return patiently(make, root)
         except FileServerError:
             raise
-        except Exception:  # a file that is cut off may end in anything
+        except Exception:  # a truncated file may raise any exception
             raise UserError(
                 f"torchvision:{name} is missing or incomplete in {str(root)!r}: add --download, "
                 "or give its folder by --data-root."
             ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / ".download.lock"):  # one of the ranks of a machine downloads, the others wait
+        with FileLock(root / ".download.lock"):  # one rank of a machine downloads, the others wait
             return make(download=True)
-    except Exception as error:  # of a network, or as above
+    except Exception as error:  # a network error, or as above
         reason = " ".join(str(error).split())
         raise UserError(f"torchvision:{name} could not be downloaded to {str(root)!r}: {reason}.") from None
 

@@ -1,4 +1,4 @@
-"""Data behind URLs: tar and Parquet files, with their indexes beside them, and tables of images below their folder."""
+"""Data at URLs: tar and Parquet files, with indexes next to them, and tables of images below the table's folder."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ COPIES = "remote"  # below --data-root
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images behind a URL.
+    """Return the images at a URL.
 
     Raises:
-        UserError: If nothing can be read, the data is damaged, a package is missing, or the data is larger than the
-            cache and not read by shards.
-        FileServerError: If the server does not answer now.
+        UserError: If nothing can be read, the data is damaged, a package is missing, or the data exceeds the cache and
+            is not read shard by shard.
+        FileServerError: If the server does not respond, even after retries.
     """
     root = RemotePath(options.data)
     if root.suffix.lower() in TABLE_EXTENSIONS:
@@ -84,7 +84,7 @@ def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataO
 
 
 def _note(copies: Copies, options: DataOptions) -> str:
-    """Return where the files are kept; raise UserError if they exceed the cache and are not read one after another."""
+    """Return a note on where files are kept; raise UserError if they exceed the cache and are not read by shard."""
     size = sum(size for size, _ in copies.states)
     found = f"{size / 1e9:.3g} GB behind the URL"
     if size <= copies.max_bytes:
@@ -98,15 +98,15 @@ def _note(copies: Copies, options: DataOptions) -> str:
 
 
 def _index(kind: Kind, kept_in: Path, copies: Copies, number: int) -> Index:
-    """Return the index of an archive: the local one, the one beside it, or a new one, which needs the whole file.
+    """Return an archive's index: the local copy, the index next to the archive, or a new one from the whole file.
 
-    If the server reports no changes, the file is fetched at each start, because only its content shows whether an index
-    fits.
+    If the server sends nothing that changes with the content, such as an ETag, the archive is fetched at each start,
+    because only its content shows whether an index is up to date.
     """
     file, state = copies.files[number], copies.states[number]
     kept = kept_index_of(file, kept_in)
     kept_in.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{kept}.lock"):  # the ranks of a machine
+    with FileLock(f"{kept}.lock"):  # shared by the ranks of a machine
         index = index_from(kept.read_bytes)
         if index is None or (index.state, index.columns) != (state, kind.columns):
             index = index_from(partial(ask, index_of(file), "cat_file"))
@@ -125,9 +125,9 @@ def _index(kind: Kind, kept_in: Path, copies: Copies, number: int) -> Index:
 
 @contextmanager
 def _reading(copies: Copies, number: int) -> Iterator[Path]:
-    """Yield the copy of a file, a new one if its server reports no changes; it is removed if it cannot be read."""
+    """Yield a local copy of a file, fetched anew if the file is `UNMARKED`; remove the copy if it cannot be read."""
     file, copy = copies.files[number], copies.paths[number]
-    with FileLock(copies.folder / f".{copy.name}.lock"):  # the ranks of a machine
+    with FileLock(copies.folder / f".{copy.name}.lock"):  # shared by the ranks of a machine
         if copies.states[number][1] == UNMARKED:
             copy.unlink(missing_ok=True)
         copies.fetch(number)
@@ -141,7 +141,7 @@ def _reading(copies: Copies, number: int) -> Iterator[Path]:
 
 
 def _with_states(root: RemotePath, lines: Images, options: DataOptions) -> Images:
-    """Return the lines of a table with the sizes of their files, which are below its folder."""
+    """Return a table's images with the sizes of their files, which must be below the table's folder."""
     is_quoted = str(root).startswith("http")
     paths = [os.path.normpath(clean(path).removeprefix(f"{root}/")) for path in lines.paths()]
     if outside := [path for path in paths if path.startswith(("/", ".."))]:
@@ -164,7 +164,7 @@ def _with_states(root: RemotePath, lines: Images, options: DataOptions) -> Image
     copies = _copies([*files.values()], known, options)
     for copy, (_, mark) in zip(copies.paths, known, strict=True):
         if mark == UNMARKED:
-            copy.unlink(missing_ok=True)  # it may be of an earlier file
+            copy.unlink(missing_ok=True)  # it may be a copy of an earlier version
     note = f"{sum(size for size, _ in known) / 1e9:.3g} GB behind the URL, kept in {copies.folder} as they are read"
     found, archive = lines.with_files(builder), RemoteArchive(copies, TarArchive(copies.paths, known), root)
     found.columns["file"][:] = torch.tensor([numbers[path] for path in paths])

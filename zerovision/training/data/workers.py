@@ -1,11 +1,11 @@
 """The worker processes of a rank, which read the batches of all parts of the data.
 
-They are started with `forkserver`, because a plain fork copies the locks of the threads that gloo, NCCL and CUDA run in
-the parent, and can hang forever. The fork server imports torch once, so that each worker starts quickly. Workers block
-SIGINT and SIGTERM, which a launcher sends to every process, because the trainer still needs its data to finish the step
-and save. They end when the process that started them dies. Unlike Python's own workers, they do not import the main
-module: they need nothing from it, and a module without `if __name__ == "__main__"` would start its training in each of
-them.
+Workers are started with `forkserver`, because a plain fork copies the locks of the threads that gloo, NCCL and CUDA run
+in the parent, and can hang forever. The fork server imports torch once, so that each worker starts quickly. Workers
+block SIGINT and SIGTERM, which a launcher sends to every process, because the trainer still needs their data to finish
+the step and save. Workers exit when the process that started them dies. Unlike the processes of Python's
+multiprocessing, they do not import the main module: they need nothing from it, and without `if __name__ == "__main__"`,
+a script would start training in each of them.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reader import Batch, read_batch
 from zerovision.training.data.sampler import BatchKey
 
-# Installed packages only: Python 3.11's fork server does not know the paths that a script added.
+# Installed packages only: Python 3.11's fork server lacks the paths that a script added to sys.path.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
 _SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
-BATCHES_OF_A_WORKER = 3  # in shared memory at a time: two that it reads ahead, one that is being used
-QUEUE_SECONDS = 2.0  # that queues to workers which have died may take to end
+BATCHES_OF_A_WORKER = 3  # in shared memory at the same time: two read ahead, one in use
+QUEUE_SECONDS = 2.0  # time limit for closing queues to workers that have died
 MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
 
 
 def fit_workers_into_memory(
     workers: int, is_automatic: bool, batch_bytes: int, ranks_on_machine: int, *, is_main: bool
 ) -> int:
-    """Return `workers`, or fewer if they are automatic and shared memory, through which batches pass, is too small.
+    """Return `workers`, or fewer if the number is automatic and shared memory is too small for the workers' batches.
 
-    Otherwise the first batch that does not fit would end the run (Docker's default is 64 MB).
+    Without this check, the first batch that does not fit into shared memory would end the run (Docker's default is 64
+    MB).
 
     Raises:
-        UserError: If more were requested than there is room for.
+        UserError: If the user requested more workers than shared memory has room for.
     """
     room = 0
-    if os.access(SHARED_MEMORY, os.W_OK):  # else read-only: not even for the workers' semaphores
+    if os.access(SHARED_MEMORY, os.W_OK):  # otherwise it has no room even for the workers' semaphores
         room = shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
     if workers <= room:
         return workers
@@ -73,7 +74,7 @@ def fit_workers_into_memory(
 
 class _Started(popen_forkserver.Popen):
     def terminate(self) -> None:
-        """Kill the process: at exit Python terminates workers of a loader that was not closed, and waits for them."""
+        """Kill the process, because at exit Python terminates the workers of unclosed loaders and waits for them."""
         self.kill()
 
 
@@ -96,15 +97,15 @@ class _WorkerContext(ForkServerContext):
         self._queues: list[Queue[Any]] = []
 
     def Queue(self, maxsize: int = 0) -> Queue[Any]:
-        """Return a queue, whose thread `wait_for_queues` waits for."""
+        """Return a queue; `wait_for_queues` waits for its sending thread."""
         self._queues.append(super().Queue(maxsize))
         return self._queues[-1]
 
     def wait_for_queues(self) -> None:
-        """Wait until the closed queues have no senders left, and forget them.
+        """Wait until the sending threads of closed queues have ended, then forget the queues.
 
-        DataLoader does not wait for the sending threads. A process that ends meanwhile would leak their semaphores,
-        about which Python's resource tracker complains.
+        DataLoader does not wait for these threads. A process that exits while they run would leak their semaphores, and
+        Python's resource tracker would print a warning.
         """
         threads = [getattr(queue, "_thread", None) for queue in self._queues]
         self._queues.clear()
@@ -114,12 +115,12 @@ class _WorkerContext(ForkServerContext):
 
 
 def worker_context() -> _WorkerContext:
-    """Return the multiprocessing context of all workers; its fork server starts now, in the background."""
+    """Return the multiprocessing context for all workers, and start its fork server in the background."""
     _raise_descriptor_limit()
     context = _WorkerContext()
     context.set_forkserver_preload(_PRELOADED_MODULES)
     with temporary_files_in(socket_place()):
-        util.get_temp_dir()  # it is made now, and kept for all sockets of this process and its workers
+        util.get_temp_dir()  # created now, and kept for all sockets of this process and its workers
     _start_servers()
     return context
 
@@ -136,7 +137,7 @@ def _start_servers() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files to the hard limit; each batch from a worker needs some."""
+    """Raise the soft limit on open files, up to the hard limit; each batch from a worker needs some descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -144,10 +145,10 @@ def _raise_descriptor_limit() -> None:
 
 
 def end_with_parent(worker_id: int) -> None:
-    """Make this worker process end when its parent dies; a `worker_init_fn` of DataLoader.
+    """Make this worker process exit when its parent dies; used as DataLoader's `worker_init_fn`.
 
-    DataLoader's own check compares parent process ids, but the parent of a worker is the fork server, which waits for
-    its workers, so killing only the trainer would leave all of them behind.
+    DataLoader's own check compares parent process IDs. But the parent of a worker is the fork server, which waits for
+    its workers, so killing only the trainer would leave the fork server and all workers running.
     """
     threading.Thread(target=_end_after_parent, daemon=True).start()
 
@@ -160,7 +161,7 @@ def _end_after_parent() -> None:
 
 
 class _Keys:
-    """The sampler of a DataLoader that outlives the epoch; yields the set's number and the key of each batch."""
+    """The sampler of a DataLoader that outlives the epoch; yields the data set's number and the key of each batch."""
 
     current: Iterable[tuple[int, BatchKey]] = ()
 
@@ -169,10 +170,10 @@ class _Keys:
 
 
 class _Readers(Dataset):
-    """Reads batches of several sets."""
+    """Reads batches of several data sets."""
 
     def __init__(self, datasets: Sequence[ImageDataset]) -> None:
-        self._plugins = LoadedPlugins()  # before what may be of theirs
+        self._plugins = LoadedPlugins()  # first, because the data sets may need them
         self._datasets = datasets
 
     def __getitem__(self, key: tuple[int, BatchKey]) -> Batch | Exception:
@@ -181,10 +182,10 @@ class _Readers(Dataset):
 
 
 class WorkerPool:
-    """Worker processes that read batches of several sets, one set at a time; they live until `close`.
+    """Worker processes that read batches of several data sets, one set at a time; they run until `close`.
 
     Args:
-        datasets: The sets.
+        datasets: The data sets.
         workers: Number of processes, at least 1.
         device: Device of the batches.
     """
@@ -200,14 +201,14 @@ class WorkerPool:
             pin_memory=device.type == "cuda",
             persistent_workers=True,
             multiprocessing_context=self._context,
-            generator=torch.Generator(),  # else every epoch draws from, and so shifts, the global generator
+            generator=torch.Generator(),  # otherwise every epoch would draw from the global generator
         )
 
     def read(self, dataset: ImageDataset, keys: Iterable[BatchKey]) -> Iterator[Batch | Exception]:
-        """Yield the result of `read_batch` for each key of a set, in order; the rest of the previous call is discarded.
+        """Yield the result of `read_batch` for each key of a set, in order; results of a previous call are discarded.
 
         Raises:
-            RuntimeError: If the workers have been given other keys since.
+            RuntimeError: If `read` has been called again in the meantime.
         """
         assert self._workers is not None
         part = next(number for number, known in enumerate(self._datasets) if known is dataset)
@@ -218,7 +219,7 @@ class WorkerPool:
                 raise RuntimeError("these workers read other batches now")
 
     def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
         self._workers = None
         self._context.wait_for_queues()
