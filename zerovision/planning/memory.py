@@ -80,15 +80,15 @@ class MemoryPlan:
     workspace: int
     """Temporary tensors of backward, and copies of a layer's weights while it is computed."""
     communication: int
-    """Buckets, and gathered weights."""
+    """Communication buckets, and gathered weights."""
     step: int
     """Temporary tensors at the end of a step, when the activations are freed."""
     later: int = 0
     """Bytes of gradients and communication that backward has not yet allocated at its peak."""
     offloaded: int = 0
-    """Bytes in CPU memory instead; not counted above."""
+    """Bytes that are offloaded to CPU memory; the other fields do not count them."""
     start: int = 0
-    """Bytes before the network is divided: whole weights, and the trial on them."""
+    """Bytes in use before the network is divided among ranks: whole weights, and a trial step with them."""
     overhead: int = 0
     """GPU overhead: context, libraries' workspaces, and memory that the allocator cannot use."""
 
@@ -167,18 +167,18 @@ class _Needs:
     weights: float
     gradients: float
     copy: float = 0
-    """The copy of the weights for the optimizer."""
+    """Bytes of the optimizer's copy of the weights."""
     ready: Callable[[int], int] | None = None
     """Returns how many of the computed gradient elements are in their final place; None if gradients keep their memory
     between steps."""
     communication: float = 0
-    """The most bytes in backward."""
+    """Bytes of communication buffers at the peak of backward."""
     grows: float = 0
-    """Communication memory allocated during backward."""
+    """Bytes of communication buffers that are allocated during backward."""
     forward: int = 0
-    """Copies while forward gathers weights."""
+    """Bytes of temporary copies while forward gathers weights."""
     step: float = 0
-    """Temporary tensors at the end of a step."""
+    """Bytes of temporary tensors at the end of a step."""
 
 
 def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, *, shares_memory: bool) -> _Needs:

@@ -60,9 +60,9 @@ class Trial(NamedTuple):
     is_out_of_memory: bool
     """Whether any rank ran out of memory."""
     taken_bytes: int
-    """Peak bytes beyond what the process had before; after a failed attempt, the peak until the failure."""
+    """Peak bytes in addition to those in use before the attempt; if it failed, the peak until then."""
     room_bytes: int
-    """Bytes that the process could take."""
+    """Bytes that were available to the process."""
 
     @property
     def fits(self) -> bool:

@@ -1,4 +1,4 @@
-"""Evaluates the test split once, after training, with the weights of the best epoch."""
+"""Evaluates the test part once, after training, with the weights of the best epoch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _WholeModel:
 
 
 def judge_test(run: Run) -> None:
-    """Evaluate the test split and write its scores to a separate folder, unless they already exist; a collective.
+    """Evaluate the test part and write its scores to a separate folder, unless they already exist; a collective.
 
     An error is only logged; the run does not fail, because its weights are already saved.
     """
@@ -81,7 +81,7 @@ def judge_test(run: Run) -> None:
 
 
 def _is_due(run: Run) -> bool:
-    """Return whether the folder's weights are those of the best epoch and the test split has yet to be evaluated.
+    """Return whether the folder's weights are those of the best epoch and the test part has yet to be evaluated.
 
     Only rank 0 calls this.
     """
