@@ -1,6 +1,7 @@
-"""Which parts of an image led to a class: Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391) or attention rollout.
+"""Shows which parts of an image led to a class, by Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391) or rollout.
 
-Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928) shows what a vision transformer attends to, for any class.
+Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928) shows what a vision transformer attends to, regardless of the
+class.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from zerovision.training.data.reading.image_numbers import BYTES
 
 Explain = Callable[[Sequence[torch.Tensor], Sequence[int]], list[Image.Image]]
 
-DARKEST = 0.25  # share of its brightness that a part of the image keeps which did not count
+DARKEST = 0.25  # share of the brightness that remains in parts of an image that did not contribute
 
 
 def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Return how much each position of each image contributed to a class, relative to the largest contribution (1).
 
-    This is Grad-CAM, equations 1 and 2 of the paper, on the last feature map with more than one position. For a vision
-    transformer it is the attention rollout, or, with another kind of attention, Grad-CAM on the patches that enter the
-    last block, which outputs only the class token. For an ensemble it is the mean over the members. An image in which
-    nothing contributed to the class gets 0 everywhere.
+    The map is Grad-CAM's (equations 1 and 2 of the paper) for the last feature map with more than one position. For a
+    vision transformer, the map is the attention rollout; if the attention is of another kind, Grad-CAM is applied to
+    the patches that enter the last block, which outputs only the class token. For an ensemble, the map is the mean over
+    the members. If nothing in an image contributed to the class, the map is 0 everywhere.
 
     Args:
-        network: float32 [B, C, H, W] to logits [B, classes], in evaluation mode.
-        images: float32 [B, C, H, W], as the network takes them.
+        network: network in evaluation mode that maps float32 [B, C, H, W] to logits [B, classes].
+        images: float32 [B, C, H, W], preprocessed for the network.
         classes: int64 [B], the class to explain for each image.
 
     Returns:
         float32 [B, H, W] in 0..1.
 
     Raises:
-        UserError: if the network has no such feature map.
+        UserError: if the network has no feature map with more than one position.
     """
     maps = torch.zeros(())
     for member in getattr(network, "members", [network]):
@@ -53,12 +54,12 @@ def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Ten
 
 
 def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: Preprocessing) -> Image.Image:
-    """Return an image as the network saw it, darker where it contributed less.
+    """Return an image as the network saw it, darkened where it contributed less to the class.
 
     Args:
         image: float32 [C, H, W], normalized.
         importance: float32 [H, W] in 0..1.
-        preprocessing: the network's, for 8-bit images.
+        preprocessing: preprocessing of the network, which must be for 8-bit images.
     """
     shown = viewable(unnormalized(image, preprocessing).clamp(0, 1)) * (DARKEST + (1 - DARKEST) * importance)
     pixels = (255 * shown).round().byte().expand(3, -1, -1)
@@ -66,9 +67,9 @@ def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: Pre
 
 
 def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | None:
-    """Return a function that makes `picture_of` from raw images [C, H, W] and one class per image.
+    """Return a function that applies `picture_of` to raw images [C, H, W], given one class per image.
 
-    Return None for images that are not 8-bit, which have no picture.
+    Return None if the network does not take 8-bit images, because other images cannot be shown as pictures.
 
     Args:
         network: see `activation_maps`.
@@ -89,10 +90,11 @@ def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | Non
 
 @torch.no_grad()
 def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
-    """Return float32 [B, h, w] with a largest value of 1; None if the network is not a vision transformer.
+    """Return the rollout, float32 [B, h, w] with a maximum of 1; None if the network is not a vision transformer.
 
-    Section 3 of the paper: the product over all blocks of the attention, averaged over the heads and, for the residual
-    connection, with the identity. The result is the class token's row, or the mean row if the patches are averaged.
+    As in section 3 of the paper, the attention matrices of all blocks are multiplied, each averaged over the heads and,
+    for the residual connection, with the identity. The result is the class token's row, or the mean row if the network
+    averages the patches.
     """
     layers: list[Any] = [getattr(block, "attn", None) for block in getattr(network, "blocks", ())]
     if not layers or not all(hasattr(layer, "fused_attn") and hasattr(layer, "attn_drop") for layer in layers):
@@ -108,7 +110,7 @@ def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
     were_fused = [layer.fused_attn for layer in layers]
     try:
         for layer in layers:
-            layer.fused_attn = False  # which has no matrix to look at
+            layer.fused_attn = False  # fused attention does not expose its matrix
         network(images)
     finally:
         for layer, was_fused, hook in zip(layers, were_fused, hooks, strict=True):
@@ -116,7 +118,7 @@ def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
             hook.remove()
     prefix = getattr(network, "num_prefix_tokens", 0)
     grid = getattr(getattr(network, "patch_embed", None), "grid_size", None) or ()
-    if not flow or flow[0].shape != (len(images), *2 * (prefix + math.prod(grid),)):  # as of windows
+    if not flow or flow[0].shape != (len(images), *2 * (prefix + math.prod(grid),)):  # for example, windowed attention
         return None
     has_token = getattr(network, "global_pool", "") == "token" and prefix
     row = flow[0][:, 0] if has_token else flow[0][:, prefix:].mean(dim=1)
@@ -125,7 +127,7 @@ def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
 
 
 def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return float32 [B, h, w], the map at the features' own size, with a largest value of 1."""
+    """Return the Grad-CAM map at the resolution of the features, float32 [B, h, w] with a maximum of 1."""
     with torch.enable_grad(), _last_features(network) as found:
         logits = network(images)
         if not found:
@@ -140,10 +142,11 @@ def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -
 
 @contextlib.contextmanager
 def _last_features(network: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collect the feature maps of the next forward pass in order, or tokens if the network's blocks have them.
+    """Collect the feature maps of the next forward pass in order, and finally the tokens that enter the last block.
 
     Yields:
-        Tensors [B, C, h, w], or [B, h, w, C] as `output_fmt` has it; or one tensor of tokens [B, N, C].
+        A list that the forward pass fills with feature maps [B, C, h, w], or [B, h, w, C] if the network's `output_fmt`
+            is NHWC, and with one tensor of tokens [B, N, C] if the network's blocks process tokens.
     """
     found: list[torch.Tensor] = []
     tokens: list[torch.Tensor] = []
@@ -174,7 +177,7 @@ def _spatial(network: nn.Module, features: torch.Tensor) -> torch.Size:
 
 
 def _as_map(network: nn.Module, features: torch.Tensor) -> torch.Tensor:
-    """Return features as [B, C, h, w]: tokens of patches, arranged in the patches' grid."""
+    """Return features as [B, C, h, w]; patch tokens are arranged in the grid of the patches."""
     if features.ndim == 4:
         return features.permute(0, 3, 1, 2) if getattr(network, "output_fmt", "NCHW") == "NHWC" else features
     patches = features[:, getattr(network, "num_prefix_tokens", 0) :].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The views of an image to average, and the calibration file beside the weights; free of torch, for the pages."""
+"""The views of an image to average, and the calibration file next to the weights; does not import torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Views(NamedTuple):
     """Which views of each image are averaged.
 
     Attributes:
-        flip: whether each view is also mirrored; both then count half.
-        shift_pixels: 0, or how far two more views are moved, one up and to the left, one down and to the right, with
-            reflected edges; each counts a quarter, the image itself half (Jordan 2024,
-            https://arxiv.org/abs/2404.00498, section 3.5).
+        flip: whether to add the mirror image of each view, and to give each of the two half of the view's weight.
+        shift_pixels: number of pixels by which two more views are shifted, one up and to the left, the other down and
+            to the right, with reflected edges; 0 for no shifted views. Each of the two has a weight of a quarter, and
+            the image itself a half (Jordan 2024, https://arxiv.org/abs/2404.00498, section 3.5).
     """
 
     flip: bool = False
@@ -46,9 +46,9 @@ class Calibration(NamedTuple):
 
     Attributes:
         temperature: number by which logits are divided.
-        threshold: images whose highest probability is below it belong to none of the classes.
+        threshold: probability below which an image's most probable class is rejected as "none of these".
         views: views whose probabilities were averaged.
-        facts: the whole content of the file: what it belongs to, and what `rejection_scores` found.
+        facts: full content of the calibration file, including the result of `rejection_scores`.
     """
 
     temperature: float
@@ -63,10 +63,10 @@ def calibration_file(weights: Path) -> Path:
 
 
 def read_calibration(weights: Path) -> Calibration | None:
-    """Return the calibration of a weights file, or None; one that belongs to older weights is ignored.
+    """Return the calibration of a weights file; None if there is none, or if it was made for other weights.
 
     Raises:
-        UserError: if the file is damaged.
+        UserError: if the calibration file is damaged.
     """
     file = calibration_file(weights)
     if not file.is_file():

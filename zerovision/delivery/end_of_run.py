@@ -1,4 +1,4 @@
-"""Writes what a run leaves when it ends: the full evaluation, the model card, and the report."""
+"""Writes the files at the end of a run: the full evaluation, the model card, and the report."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from zerovision.training.observe.evaluation import read_scores
 
 
 def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: bool, with_report: bool) -> list[str]:
-    """Write the files about the best epoch so far; a failure here must not spoil a run that succeeded.
+    """Write the files about the best epoch so far; errors are returned as notes, so that they cannot fail the run.
 
     Args:
         folder: the run's folder.
-        sources: the images of each part: "val", and "test" if there is one.
-        with_card: whether to write the model card, which only finished runs get.
-        with_report: whether to write the report too.
+        sources: images by part: "val", and "test" if the data has a test part.
+        with_card: whether to write the model card, which is only for finished runs.
+        with_report: whether to write the report.
 
     Returns:
-        One line for each thing that could not be written, and the report's path.
+        A line with the report's path, and one line for each file that could not be written.
     """
     from zerovision.delivery.model_card import (
-        write_model_card,  # imported late: no start should wait for the libraries of pages
+        write_model_card,  # imported late, so that startup does not load the page libraries
     )
     from zerovision.delivery.report.page import write_report
 
@@ -50,7 +50,7 @@ def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: 
     for name, write in steps.items():
         try:
             write()
-        except Exception as error:  # whatever it is
+        except Exception as error:  # whatever the cause
             notes[name] = f"note: the {name} could not be written ({type(error).__name__}: {error})"
     shown = {"report": f"report       {shown_path(report)}"} if with_report else {}
     return [*(shown | notes).values()]
@@ -58,10 +58,10 @@ def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: 
 
 def _write_evaluation(folder: RunFolder, name: str, source: Source) -> None:
     facts = read_scores(folder.path / name)
-    # A run that was killed between the two files has the scores of an older epoch.
+    # If a run was killed between writing the scores and the weights, the scores are from another epoch.
     if facts is not None and facts["epoch"] == read_metadata(folder.weights)["extra"].get("epoch"):
         explain = None
-        with contextlib.suppress(Exception):  # as of weights that tell no classes apart
+        with contextlib.suppress(Exception):  # for example, for weights without a classifier
             module, metadata = load_model(folder.weights)
             explain = explainer(module, metadata["preprocessing"])
         write_evaluation(folder.path / name, facts, source.read, explain)

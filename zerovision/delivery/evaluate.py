@@ -1,4 +1,4 @@
-"""Evaluates a trained model exactly, in one process or on all ranks, and writes the files of the evaluation."""
+"""Evaluates a trained model exactly, in one process or on all ranks, and writes the evaluation files."""
 
 from __future__ import annotations
 
@@ -53,24 +53,25 @@ SCORES_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
 
 
 def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False, **options: Any) -> dict[str, Any]:
-    """Evaluate a trained model, write the files of the evaluation, and return what scores.json contains.
+    """Evaluate a trained model, write the evaluation files, and return the content of scores.json.
 
-    Under a launcher this is a collective, and every rank returns the result. Otherwise one process evaluates, and keeps
-    its signal handlers, environment, random generators and PyTorch settings.
+    Under a launcher, this is a collective, and every rank returns the result. Otherwise, a single process evaluates the
+    model, and its signal handlers, environment, random generators and PyTorch settings are preserved.
 
     Args:
         model: a run's name or folder, or a safetensors file.
-        data: images to evaluate on, in any form that the trainer's `--data` takes; by default the run's own.
+        data: data to evaluate on, in any form that the trainer's `--data` accepts; by default, the run's own data.
         verbose: whether to print scores and progress.
-        options: the other fields of `EvaluateSettings`; with `output=None` no files are written.
+        options: the other fields of `EvaluateSettings`; with `output=None`, no files are written.
 
     Returns:
-        The keys of `evaluation.describe_scores`, and epoch, data, split and precision; with `flip` or `shift_pixels`
-            also "views": both settings, and top1, top5 and loss of the mean probabilities; for a calibrated model also
-            "rejection"; see `zerovision.delivery.fit_calibration.rejection_scores`.
+        The keys of `evaluation.describe_scores`, and epoch, data, split and precision. With `flip` or `shift_pixels`,
+            there is also "views", with both settings and the top1, top5 and loss of the mean probabilities. For a
+            calibrated model, there is also "rejection"; see
+            `zerovision.delivery.fit_calibration.rejection_scores`.
 
     Raises:
-        UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
+        UserError: on all ranks, for a mistake in the arguments or for files that cannot be used.
     """
     settings = EvaluateSettings(model=str(model), data=str(data), **options)
     if settings.reject:
@@ -87,7 +88,7 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
         finally:
             stop_world()
     if world.is_main and settings.reject and found.run is not None and (found.run / CARD).exists():
-        from zerovision.delivery.model_card import write_model_card  # imported late: it imports the hub's library
+        from zerovision.delivery.model_card import write_model_card  # imported late: it imports huggingface_hub
 
         write_model_card(found.run)
     if verbose and world.is_main:
@@ -96,26 +97,26 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
 
 
 def run(settings: EvaluateSettings) -> int:
-    """Evaluate as the command line says, on as many ranks as were started; every rank calls this."""
+    """Run the command and return its exit code; every rank that was started calls this."""
     evaluate(verbose=True, **vars(settings))
     return 0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate, the same on every rank.
+    """Model, data and settings of an evaluation, which are the same on every rank.
 
     Attributes:
         module: the network, on the rank's device, in evaluation mode.
-        metadata: the metadata of its weights.
-        data: the images, and the model's index of each of their classes.
-        world: the ranks, which share the images.
+        metadata: metadata of the network's weights.
+        data: the images, and the model's index of each class of the data.
+        world: the ranks among which the images are divided.
         settings: the user's settings.
         precision: precision of the forward passes.
-        views: the views of each image to average as well.
+        views: views of each image whose mean probabilities are also scored.
         keeps_probabilities: see `SampleRecorder`.
-        calibrator: gets the logits of the images that the model was not trained on; None to keep no logits.
-        folder: folder for the files; None to write none.
+        calibrator: collects the logits of the images that the model was not trained on; None to keep no logits.
+        folder: folder for the evaluation files; None to write no files.
     """
 
     module: nn.Module
@@ -137,7 +138,7 @@ def _prepare(
     views: Views,
     world: World,
 ) -> Evaluation:
-    """Load the images, and determine what to do with them; a collective."""
+    """Load the images, and prepare their evaluation; a collective."""
     module, metadata = network
     config, known = agreed(lambda: (model.config(), run_data(model)), world)
     data = agreed(lambda: load_evaluation_data(metadata, config, settings, known), world)
@@ -155,7 +156,7 @@ def _prepare(
         calibrator = Calibrator(model.weights, settings.reject, views, calibration)
     best_by, images = config.best_by if config else "top1", len(data.datasets.val)
     keeps = keeps_probabilities(best_by, images, len(metadata["class_names"]), settings.batch_size, world.size)
-    module.to(world.device).to(memory_format=torch.channels_last)  # as the images are
+    module.to(world.device).to(memory_format=torch.channels_last)  # the format of the images
     return Evaluation(module, metadata, data, world, settings, precision, views, keeps, calibrator, folder)
 
 
@@ -180,9 +181,9 @@ class Result(NamedTuple):
     """The scores of an evaluation.
 
     Attributes:
-        plain: scores of the images that the model was not trained on; of all of them, if it was trained on all.
-        views: scores of the mean probabilities of several views of these images; None if there are no other views.
-        trained_on: scores of the images that the model was trained on; None if there are none or they are unknown.
+        plain: scores of the images that the model was not trained on, or of all images if it was trained on all.
+        views: scores of the images in `plain` by their mean probabilities over several views; None for a single view.
+        trained_on: scores of the images that the model was trained on; None if no such images are known.
     """
 
     plain: Scores
@@ -191,14 +192,14 @@ class Result(NamedTuple):
 
 
 def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
-    """Return the exact scores, each image counted once, trained images separately; a collective.
+    """Return the exact scores, with each image counted once and training images scored separately; a collective.
 
     Args:
-        evaluation: what is evaluated.
+        evaluation: what to evaluate.
         verbose: whether to show a progress bar on a terminal.
 
     Raises:
-        UserError: on all ranks, if an image on any rank cannot be read, or more images than may be skipped.
+        UserError: on all ranks, if more images cannot be read than may be skipped.
     """
     data, world, views = evaluation.data, evaluation.world, evaluation.views
     dataset, device = data.datasets.val, world.device
@@ -248,7 +249,7 @@ def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
 
 
 def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:
-    """Return which images of a batch the model was trained on, bool [B]."""
+    """Return whether the model was trained on each image of a batch, bool [B]."""
     source = data.datasets.val.source
     if data.trained_images is None or not isinstance(source, FileSource):
         return torch.zeros(len(batch.indices), dtype=torch.bool)
@@ -259,10 +260,10 @@ def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:
 def _output_folder(
     output: str | Path | None, model: TrainedModel, config: TrainConfig | None, data: EvaluationData
 ) -> Path | None:
-    """Return the folder for the files; by default the run's own evaluation, or another one beside it.
+    """Return the folder for the evaluation files; by default, the run's evaluation folder or a new one next to it.
 
     Raises:
-        UserError: if it is the current folder, which would be replaced.
+        UserError: if `output` is the current folder, which would be replaced.
     """
     if output is None:
         return None
@@ -291,7 +292,7 @@ def _is_of_other_data(folder: Path, data: str) -> bool:
 
 
 def _write(evaluation: Evaluation, scores: dict[str, Any]) -> None:
-    """Write the files, on rank 0 only."""
+    """Write the evaluation files, on rank 0 only."""
     folder = evaluation.folder
     if folder is not None and evaluation.world.is_main:
         explain = explainer(evaluation.module, evaluation.metadata["preprocessing"])
@@ -300,7 +301,7 @@ def _write(evaluation: Evaluation, scores: dict[str, Any]) -> None:
 
 
 def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> None:
-    """Print the scores and the classes; if there are many classes, only those with the lowest F1."""
+    """Print the scores overall and per class; if there are many classes, only those with the lowest F1 are shown."""
     console = open_console()
     for note in notes:
         console.print(f"note: {printable(note)}", soft_wrap=True)

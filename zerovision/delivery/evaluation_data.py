@@ -1,4 +1,4 @@
-"""The images that a trained model is evaluated on, prepared as in its training, with the model's own labels."""
+"""Loads images to evaluate a trained model on, preprocessed as in training and labeled with the model's classes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ from zerovision.training.tasks.labels import OneLabel
 from zerovision.training.tasks.of_weights import task_of
 
 NAMES_IN_MESSAGE = 5
-LOOKED_AT_PIXELS = 64  # of files that are audited: larger ones are decoded at about that size
+LOOKED_AT_PIXELS = 64  # larger images are decoded at about this size for an audit
 
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """What a model is evaluated on.
+    """The data that a model is evaluated on.
 
     Attributes:
-        datasets: the images to evaluate are its `val`.
-        data: the requested data, such as "digits", or the full path of a folder; for the run's own data, as it was
+        datasets: the data sets; `val` contains the images to evaluate.
+        data: name of the data, such as "digits", or the full path of a folder; the run's own data is named as it was
             given to the run.
         split: "val", "test", "train" or "all".
-        label_map: int64 [labels of the data], the model's index of each class, or of each set with several labels.
-        task: the task that scores them.
-        is_own: whether the run was trained on it.
+        label_map: int64 [labels of the data], the model's index of each class, or of each label set if images have
+            several labels.
+        task: the task that scores the predictions.
+        is_own: whether the run was trained on this data.
         trained_images: the images that the run was trained on, if the data may contain some of them.
-        notes: lines for the user.
+        notes: messages to print for the user.
     """
 
     datasets: DatasetPair
@@ -62,8 +63,8 @@ class RunData:
 
     Attributes:
         fingerprint: see `DatasetPair`; '' if unknown.
-        folder: full path of the folder; '' if the data is not a folder, or unknown.
-        images: the list in the run's folder, empty if there is none.
+        folder: full path of the data folder; '' if the data is not a folder, or if its path is unknown.
+        images: images listed in the run's folder; empty if the run has no such list.
     """
 
     fingerprint: str = ""
@@ -90,16 +91,16 @@ def run_data(model: TrainedModel) -> RunData:
 def load_evaluation_data(
     metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluateSettings | ExportSettings, known: RunData
 ) -> EvaluationData:
-    """Load the images that the user names, or else those of the run.
+    """Load the data that the user chose, or by default the run's own data.
 
     Args:
-        metadata: what `zerovision.training.checkpoint.weights.load_model` returned.
-        config: the run's configuration, None if it is not known.
-        choice: what the user asks for.
+        metadata: metadata returned by `zerovision.training.checkpoint.weights.load_model`.
+        config: the run's configuration; None if it is unknown.
+        choice: the user's settings.
         known: what is known about the run's data.
 
     Raises:
-        UserError: if there is no such data, its classes are not the model's, or the run's path now leads to other data.
+        UserError: if the data does not exist, its classes are not the model's, or the run's path leads to other data.
     """
     if not choice.data and config is None:
         raise UserError("these weights are not in a run's folder, so their data is not known: give --data.")
@@ -107,12 +108,12 @@ def load_evaluation_data(
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
     options = dataclasses.replace(options, task=task_of(metadata).name, fewest_classes=1)
-    listed = cache(lambda: list_images(options))  # once, also where its files tell whether it is the run's
+    listed = cache(lambda: list_images(options))  # once, even if `_is_own` also needs them
     divided = cache(lambda: load_data(options, images=listed()))
     is_own = _is_own(data, trained_on, known, divided)
     if not choice.data and not is_own:
         raise UserError(_no_data(data, known, divided))
-    if not is_own:  # which may have parts, that are not divided
+    if not is_own:  # other data may have parts, which are not divided into folds
         options = dataclasses.replace(options, folds=0)
     images = listed()
     parts = ["train", "val"] if images is None else parts_there(images)
@@ -139,7 +140,7 @@ def load_evaluation_data(
 
 
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
-    """Return why the run's data is unknown, or is not the data found here."""
+    """Return why the run's data cannot be used: there is none here, or it is not what the run was trained on."""
     if not os.path.exists(os.path.expanduser(data)):
         return f"'{data}', which the run was trained on, is not here: give --data with its full path."
     place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"
@@ -148,7 +149,7 @@ def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> s
 
 
 def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], DatasetPair]) -> bool:
-    """Return whether the data is the run's: by name; for a folder by path, or by files if the path is relative."""
+    """Return whether the data is the run's own, judged by its name or, for a folder, by its path or fingerprint."""
     if not trained_on or not find_dataset(data).is_path:
         return data == trained_on
     path, own = (Path(os.path.expanduser(name)) for name in (data, known.folder or trained_on))
@@ -156,17 +157,18 @@ def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], Da
         return True
     try:
         return known.fingerprint != "" and divided().fingerprint == known.fingerprint
-    except UserError:  # it cannot be divided as the run's is
+    except UserError:  # it cannot be divided like the run's data
         return False
 
 
 def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is_own: bool) -> str:
-    """Return what "auto" means: the held-out part, or all images of other data without parts.
+    """Return the part of the data to evaluate, which is the held-out part if `split` is "auto".
 
-    If the data has a test part but no validation part, this is the test part.
+    For data that is not the run's own, "auto" means all images if the data has no parts, or the test part if the data
+    has one but no validation part.
 
     Raises:
-        UserError: if the data has no such part.
+        UserError: if the data does not have the requested part.
     """
     is_undivided = [*parts] == ["train"]
     there = {"val": {"train", "val"}, "train": {"train"}, "test": {"test"}}  # val may be held out from train
@@ -184,7 +186,7 @@ def _data_options(preprocessing: Preprocessing, config: TrainConfig, choice: Ima
     of_split = ("label_separator", "val_fraction", "split_seed", "folds", "fold", "val_part", "seed")
     of_run = (*of_split, "order", "remote_cache_gb")
     of_user = ("path_column", "label_column", "bad_images", "data_root", "max_megapixels")
-    filter_name: Any = preprocessing.interpolation  # also nearest, which no training takes
+    filter_name: Any = preprocessing.interpolation  # may be "nearest", which the trainer does not accept
     decode: Any = "numbers" if preprocessing.takes_numbers else preprocessing.decode or config.decode
     return DataOptions(
         **{name: getattr(config, name) for name in of_run},
@@ -201,19 +203,19 @@ def _data_options(preprocessing: Preprocessing, config: TrainConfig, choice: Ima
 
 
 def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preprocessing | None) -> DataOptions:
-    """Return the options to load all parts of the data, divided as a run divides it.
+    """Return the options for loading all parts of the data, divided as in a run.
 
     Args:
-        config: settings of the run, or the default.
-        choice: the choice of data.
-        seen_as: the preprocessing of the model that will see it, if there is one.
+        config: settings of the run, or the default settings.
+        choice: the user's choice of data.
+        seen_as: preprocessing of the model that will see the data; None without a model.
     """
     if seen_as is not None:
         return dataclasses.replace(_data_options(seen_as, config, choice, choice.data), task=config.task)
     plain = Preprocessing(LOOKED_AT_PIXELS, None, mean=(0.0,), std=(1.0,))
     options = _data_options(plain, config, choice, choice.data)
     channels = config.image_channels
-    decode = config.decode if channels else "numbers"  # of whatever there is
+    decode = config.decode if channels else "numbers"  # of any number of channels
     return dataclasses.replace(options, image_channels=channels, decode=decode, task=config.task)
 
 
@@ -221,7 +223,7 @@ def _label_map(data_classes: list[str], model_classes: list[str], allow_missing:
     """Return the model's index of each class of the data.
 
     Raises:
-        UserError: if the data has a class that the model does not know, or lacks one (unless allowed).
+        UserError: if the data has a class that the model lacks, or lacks one of the model's (unless `allow_missing`).
     """
     keys = {clean(name): number for number, name in enumerate(model_classes)}
     unknown = [name for name in data_classes if name not in keys]

@@ -1,4 +1,4 @@
-"""The files of an evaluation: scores.json, tables, the confusion matrix, and the worst samples."""
+"""Writes the files of an evaluation: scores.json, tables, the confusion matrix, and the worst samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerovision.training.data.reading.image_numbers import stretched
 from zerovision.training.observe.evaluation import check_replaceable, dense_confusion
 from zerovision.training.observe.loggers.confusion import confusion_picture
 
-LARGEST_MATRIX = 1000  # classes; more have neither picture nor table of all pairs
+LARGEST_MATRIX = 1000  # classes; with more, neither a picture nor a table of all pairs is written
 THUMBNAIL_PIXELS = 128
 COLUMNS, TILE_GAP, LINE_PIXELS, FONT_PIXELS = 6, 8, 16, 12
 LONGEST_NAME = 18
@@ -34,20 +34,20 @@ def write_evaluation(
     read_image: Callable[[int], torch.Tensor],
     explain: Explain | None = None,
 ) -> None:
-    """Write all files of an evaluation; a failure leaves the folder as it was.
+    """Write all files of an evaluation; if this fails, the folder is not changed.
 
     Args:
-        folder: where they go; the files of an earlier evaluation are replaced.
-        facts: the result of `describe_scores`, possibly with more keys.
-        read_image: returns the image at a position, uint8 or float32 [C, H, W].
-        explain: shows what led to the class; None if that is not possible.
+        folder: folder to write to; the files of an earlier evaluation are replaced.
+        facts: the result of `describe_scores`, possibly with additional keys.
+        read_image: function that returns the image at an index, uint8 or float32 [C, H, W].
+        explain: function that shows what led to each predicted class; None if the model cannot be explained.
     """
     class_names = [one["name"] for one in facts["classes"]]
     check_replaceable(folder)
     with replacing_folder(folder) as new:
         write_json(new / SCORES, facts)
         write_csv(new / "per_class.csv", list(facts["classes"][0]), (one.values() for one in facts["classes"]))
-        if "task" not in facts:  # several labels are not confused with each other
+        if "task" not in facts:  # with several labels per image, there is no confusion matrix
             _write_confusion(new, facts["confusion"], class_names)
             _write_worst(new, facts["worst"], class_names, read_image)
             (new / TYPICAL).mkdir()
@@ -58,9 +58,9 @@ def write_evaluation(
 
 
 def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
-    """Return an image [C, H, W] that fits into a square of `side` pixels; small ones keep their pixels.
+    """Return a picture of an image [C, H, W] that fits into a square of `side` pixels.
 
-    In float32 images, the smallest value is black and the largest white.
+    Small images are enlarged by a whole factor. In float32 images, the smallest value is black and the largest white.
     """
     image = viewable(image)
     if image.is_floating_point():
@@ -75,7 +75,7 @@ def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
 
 
 def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
-    """Write every pair of classes, or only the pairs that occur if there are too many classes."""
+    """Write the counts of all pairs of classes, or only of the pairs that occur if there are too many classes."""
     if len(class_names) > LARGEST_MATRIX:
         named = ([class_names[true], class_names[predicted], count] for true, predicted, count in cells)
         write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)
@@ -92,7 +92,7 @@ def _write_worst(
     class_names: Sequence[str],
     read_image: Callable[[int], torch.Tensor],
 ) -> None:
-    """Write the samples one by one, as one contact sheet, and as a table."""
+    """Write the worst samples as separate pictures, as a contact sheet, and as a table."""
     (folder / WORST).mkdir()
     pictures = [thumbnail(read_image(one["index"])) for one in worst]
     rows, captions = [], []
@@ -111,7 +111,7 @@ def _write_worst(
 def _write_reasons(
     folder: Path, facts: dict[str, Any], read_image: Callable[[int], torch.Tensor], explain: Explain
 ) -> None:
-    """Write what led to the predicted class beside each picture, until the time for it is up."""
+    """Write a picture of what led to the predicted class next to each sample's picture, until time runs out."""
     end = time.monotonic() + MOST_SECONDS_OF_REASONS
     samples = [(kind, number, one) for kind in (WORST, TYPICAL) for number, one in enumerate(facts[kind])]
     for start in range(0, len(samples), IMAGES_AT_A_TIME):
@@ -121,7 +121,7 @@ def _write_reasons(
         images = [read_image(one["index"]) for _, _, one in some]
         try:
             pictures = explain(images, [one["prediction"] for _, _, one in some])
-        except Exception:  # no places of an image, no memory: an evaluation is not lost for want of reasons
+        except Exception:  # no feature map or no memory: not worth failing the evaluation
             return
         for (kind, number, _), picture in zip(some, pictures, strict=True):
             thumbnail(pil_to_tensor(picture)).save(folder / kind / f"{number:03d}{WHY}.png")

@@ -1,7 +1,7 @@
 """Calibrates a trained model's probabilities, and finds the threshold below which an image is rejected.
 
-Temperature scaling: the logits are divided by one number that gives validation images the smallest loss (Guo et al.
-2017, arXiv:1706.04599, section 4.2). This changes no prediction, only its confidence.
+Temperature scaling divides the logits by the number that minimizes the loss on validation images (Guo et al. 2017,
+arXiv:1706.04599, section 4.2). This changes the confidence of predictions, but never the predicted class.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from zerovision.training.tasks.scores import LOSS_UNIT, SampleScores, Scores
 from zerovision.training.world.collectives import agreed, sum_over_ranks
 from zerovision.training.world.world import World
 
-TOLERANCE = 1e-6  # of the logarithm of the temperature
+TOLERANCE = 1e-6  # of the log temperature
 
 
 def read_reject(given: str) -> tuple[float, bool]:
-    """Return the number in a value of `--reject`, and whether it is a threshold instead of an accuracy.
+    """Return the number in a value of `--reject`, and whether it is a threshold rather than an accuracy.
 
     Raises:
-        UserError: if it is neither.
+        UserError: if the value is neither a threshold nor an accuracy.
     """
     found = re.fullmatch(r"(below:)?(0?\.[0-9]{1,9})", given)
     if not found or not float(found[2]):
@@ -49,13 +49,13 @@ def read_reject(given: str) -> tuple[float, bool]:
 
 
 class Calibrator:
-    """Keeps the logits of an evaluation, to fit a new calibration or to apply the existing one.
+    """Collects the logits of an evaluation to fit a new calibration or to apply an existing one.
 
     Args:
-        weights: the file that is evaluated.
-        reject: what the user asked for; empty to use `known`.
+        weights: weights file of the evaluated model.
+        reject: the user's value of `--reject`; empty to use `known`.
         views: the views of each image that are averaged.
-        known: the existing calibration.
+        known: the existing calibration; None to fit a new one.
     """
 
     def __init__(self, weights: Path, reject: str, views: Views, known: Calibration | None) -> None:
@@ -75,17 +75,17 @@ class Calibrator:
             raise UserError(f"--reject and '{file}' keep all images' logits, which are too many here: use more ranks.")
 
     def finish(self, before: Scores, data: str, split: str, num_classes: int, world: World) -> dict[str, Any]:
-        """Write a new calibration, and return `rejection_scores` of these images; a collective.
+        """Write the calibration if it is new, and return its `rejection_scores` on the collected images; a collective.
 
         Args:
             before: the scores of the uncalibrated probabilities.
-            data: the name of the images.
-            split: their part.
+            data: name of the data.
+            split: name of the part of the data.
             num_classes: number of classes.
             world: the ranks.
 
         Raises:
-            UserError: on all ranks, if there are no images, or no threshold gives the accuracy.
+            UserError: on all ranks, if there are no images, or if no threshold reaches the requested accuracy.
         """
         known, recorder = self._known, OneLabel(num_classes).recorder()
         temperature = known.temperature if known else _fit_temperature(self._batches, world)
@@ -113,15 +113,16 @@ class Calibrator:
 
 
 def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
-    """Return the temperature with the smallest loss, on any number of ranks; 1 if all images are right.
+    """Return the temperature with the smallest loss; 1 if all images are classified correctly.
 
-    The loss is convex in 1 / temperature, so there is one minimum; a network that is worse than chance gets the highest
-    temperature.
+    The loss is convex in 1 / temperature, so it has one minimum. A network that is worse than chance results in the
+    highest temperature. The result does not depend on the number of ranks.
     """
 
     def slope(logarithm: float) -> float:
-        """Return the summed loss's derivative with respect to 1 / temperature: the expected logit minus the true
-        class's.
+        """Return the derivative of the summed loss with respect to 1 / temperature.
+
+        For each image, this is the expected logit minus the logit of the true class.
         """
         inverse = math.exp(-logarithm)
         total = torch.zeros(1, dtype=torch.float64, device=world.device)
@@ -129,7 +130,7 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
             exact = logits.double()
             expected = ((exact * inverse).softmax(1) * exact).sum(1)
             gaps = torch.where(weights > 0, expected - exact.gather(1, labels[:, None])[:, 0], 0.0)
-            total += ((gaps / LOSS_UNIT).round() * LOSS_UNIT).sum()  # exact in any order
+            total += ((gaps / LOSS_UNIT).round() * LOSS_UNIT).sum()  # so the sum is exact in any order
         return float(sum_over_ranks(total, world.data))
 
     from scipy.optimize import brentq  # imported late: only a new calibration needs it
@@ -141,7 +142,9 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
 
 
 def threshold_of(details: SampleScores, reject: str) -> float:
-    """Return the lowest threshold that reaches the accuracy of `--reject`, halfway to the nearest rejected image.
+    """Return the threshold in `--reject`, or the lowest threshold that reaches the accuracy in `--reject`.
+
+    The latter lies halfway between the confidences of the last accepted and the first rejected image.
 
     Raises:
         UserError: if no threshold reaches that accuracy.
@@ -152,7 +155,7 @@ def threshold_of(details: SampleScores, reject: str) -> float:
     order = np.argsort(-details.confidences.numpy(), kind="stable")
     confidences, is_right = details.confidences.numpy()[order], details.is_right.numpy()[order]
     accuracies = is_right.cumsum() / np.arange(1, len(order) + 1)
-    ends = np.append(confidences[:-1] > confidences[1:], True)  # images of one confidence go together
+    ends = np.append(confidences[:-1] > confidences[1:], True)  # images of equal confidence are accepted together
     enough = np.flatnonzero(ends & (accuracies >= wanted))
     if not len(enough):
         best = accuracies[ends].max(initial=0.0)
@@ -162,11 +165,11 @@ def threshold_of(details: SampleScores, reject: str) -> float:
 
 
 def rejection_scores(scores: Scores, temperature: float, threshold: float) -> dict[str, Any]:
-    """Return the scores of calibrated probabilities and a threshold: shares in 0..1, the loss in nats.
+    """Return the scores of calibrated probabilities with a threshold: shares in 0..1, and the loss in nats.
 
     Returns:
-        temperature, threshold, loss, ece, coverage (the share of the images that are not rejected), and accuracy (the
-            share of these that are right; None if all are rejected).
+        temperature, threshold, loss, ece, coverage (the share of images that are accepted), and accuracy (the share of
+            accepted images that are classified correctly; None if all are rejected).
     """
     assert scores.details is not None
     is_kept = scores.details.confidences >= threshold

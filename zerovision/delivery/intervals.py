@@ -1,4 +1,4 @@
-"""The 95 % intervals of an evaluation's scores, from the counts in scores.json."""
+"""Computes 95 % confidence intervals of an evaluation's scores from the counts in scores.json."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Interval = tuple[float, float]
 
 
 def interval_of(scores: Mapping[str, Any], name: str) -> Interval | None:
-    """Return the interval of one of `zerovision.training.base.points.SCORE_NAMES`, or None.
+    """Return the confidence interval of a score, or None.
 
-    Shares of images have Wilson's interval, scores of classes Wilson's at their effective number of images, and the
-    loss a normal one.
+    The interval is Wilson's for a share of images, Wilson's with an effective number of images for a mean over classes,
+    and a normal interval for the loss.
 
     Args:
         scores: the content of scores.json.
-        name: name of the score.
+        name: name of the score, one of `zerovision.training.base.points.SCORE_NAMES`.
     """
     samples = scores["samples"]
     if name in ("top1", "top5"):
         return wilson(round(scores[name] * samples), samples)
-    if name in OF_CLASSES and samples and "task" not in scores:  # whose images are cells of the confusion matrix
+    if name in OF_CLASSES and samples and "task" not in scores:  # needs a confusion matrix
         return of_classes(scores)[name]
     if name == "loss" and "loss_standard_error" in scores:
         reach = REACH * scores["loss_standard_error"]
@@ -41,10 +41,10 @@ def interval_of(scores: Mapping[str, Any], name: str) -> Interval | None:
 
 
 def wilson(hits: int, samples: int) -> Interval | None:
-    """Return the interval of a share of images; None if there are no images.
+    """Return the confidence interval of a share of images; None if there are no images.
 
-    Wilson's score interval, as Brown, Cai and DasGupta 2001 (https://doi.org/10.1214/ss/1009213286) recommend: it holds
-    for few images and near 100 %, where the normal interval does not.
+    This is Wilson's score interval, as recommended by Brown, Cai and DasGupta 2001
+    (https://doi.org/10.1214/ss/1009213286): it is valid for few images and near 100 %, unlike the normal interval.
     """
     return _wilson(hits, samples - hits) if samples else None
 
@@ -52,25 +52,26 @@ def wilson(hits: int, samples: int) -> Interval | None:
 def _wilson(hits: float, misses: float) -> Interval:
     samples = hits + misses
     radius = REACH * math.sqrt(REACH**2 + 4 * hits * misses / samples)
-    # By the smaller count on either side, so that both ends are as exact.
+    # The upper end is computed from the misses, so that both ends are equally exact.
     low, above = (max((2 * one + REACH**2 - radius) / (2 * (samples + REACH**2)), 0.0) for one in (hits, misses))
     return low, 1 - above
 
 
 def of_difference(alone: int, other_alone: int, images: int) -> Interval:
-    """Return the interval of the difference of two shares of the same images, the first minus the second.
+    """Return the confidence interval of the difference between two shares of the same images, first minus second.
 
-    Tango's score interval (1998, https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<891::AID-SIM780>3.0.CO;2-B):
-    like Wilson's, it holds for few images, even without any difference.
+    This is Tango's score interval (1998,
+    https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<891::AID-SIM780>3.0.CO;2-B). Like Wilson's interval, it is
+    valid for few images, even if the two shares are equal.
 
     Args:
-        alone: images that only the first share counts.
-        other_alone: images that only the second one counts.
+        alone: number of images that only the first share counts.
+        other_alone: number of images that only the second share counts.
         images: number of images, at least one.
     """
 
     def score(difference: float) -> float:
-        """Return how many standard errors lie between the observed difference and this one."""
+        """Return the number of standard errors between the observed difference and this one."""
         half = (2 * images - alone + other_alone) * difference - alone - other_alone
         root = math.sqrt(max(half**2 + 8 * images * other_alone * difference * (1 - difference), 0.0))
         variance = images * ((root - half) / (2 * images) + difference * (1 - difference))
@@ -89,13 +90,13 @@ def _root(falling: Callable[[float], float], low: float, high: float) -> float:
 
 
 def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
-    """Return the intervals of the scores in `OF_CLASSES`: where their means lie on more images of the same kind.
+    """Return the confidence intervals of the scores in `OF_CLASSES`, for their means over many images of the same kind.
 
-    As for shares in surveys (Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), it is Wilson's
+    As for shares in surveys (Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), each is Wilson's
     interval for the effective number of images: the number at which a share has the variance of the mean. The variance
     is the delta method's (Takahashi et al. 2022, https://doi.org/10.1007/s10489-021-02635-5) with two more images in
-    each class, one right and one wrong, because a class without a mistake would have no variance. The F1 of few images
-    is too low on average, because it is a ratio; the interval is for the F1 of many images.
+    each class, one right and one wrong, because a class without a mistake would otherwise have no variance. The F1 of
+    few images is too low on average, because it is a ratio; the interval is for the F1 of many images.
     """
     true, predicted, images = np.array(scores["confusion"], dtype=np.int64).T
     classes, wrong = len(scores["classes"]), true != predicted
@@ -104,15 +105,15 @@ def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
         for of, weights in ((true, images), (predicted, images), (true, images * ~wrong))
     )
     plain = ClassCounts(right, support, said)
-    # The class has as many images as before, with the shares of two more; the wrong one is divided among the others.
+    # Each class is scaled back to its number of images; its additional wrong image is divided among the other classes.
     scale, others = support / (support + 2), max(int(plain.occurs.sum()) - 1, 1)
     cells = (images * scale[true])[wrong]
     hits = scale * (right + 1)
     come = np.bincount(predicted[wrong], cells, classes) + (scale.sum() - scale) / others
     smooth = ClassCounts(hits, support, hits + come)
-    union = support + smooth.predicted  # with the right ones twice
+    union = support + smooth.predicted  # counts right images twice
     per_image = np.divide(1.0, union, out=np.zeros(classes), where=union > 0)
-    loss = smooth.f1 * per_image  # by which a wrong image lowers the F1 of its class, and of the one it is taken for
+    loss = smooth.f1 * per_image  # by which a wrong image lowers the F1 of its own and of the predicted class
     own = hits * (2 * per_image - 2 * loss) ** 2 + (union - 2 * hits) * loss**2
     both = (cells * loss[true[wrong]] * loss[predicted[wrong]]).sum()
     both += (scale * loss * (loss.sum() - loss)).sum() / others
@@ -128,9 +129,9 @@ def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
 
 
 def _bias(counts: ClassCounts) -> np.ndarray:
-    """Return the average underestimate of each class's F1, to the second order of the delta method.
+    """Return how much each class's F1 is underestimated on average, to second order in the delta method.
 
-    Of the n images in a class or predicted as it, a share J is both, and F1 is 2 J / (1 + J).
+    If J is the share of images with both label and prediction in a class, among those with either, F1 is 2 J / (1 + J).
     """
     either = counts.support + counts.predicted - counts.right
     variance = counts.right * (either - counts.right) / np.maximum(either**2 * (either - 1), 1)
@@ -140,20 +141,20 @@ def _bias(counts: ClassCounts) -> np.ndarray:
 def _of_mean(
     mean: float, center: float, values: np.ndarray, variances: np.ndarray, images: np.ndarray, shared: float = 0.0
 ) -> Interval:
-    """Return the interval of a mean over k classes, which contains the mean itself.
+    """Return the confidence interval of a mean over k classes, extended to contain the mean itself.
 
-    Few images give a poor estimate of the variance, so Student's distribution replaces the normal one, with the degrees
-    of freedom of Satterthwaite 1946 (https://doi.org/10.2307/3002019).
+    With few images, the estimate of the variance is poor, so Student's t-distribution replaces the normal distribution,
+    with the degrees of freedom of Satterthwaite 1946 (https://doi.org/10.2307/3002019).
 
     Args:
-        mean: mean of the classes.
-        center: the mean without its bias.
-        values: [k], whose variances are given.
-        variances: [k] of the values.
-        images: [k] of each class.
-        shared: the sum of the covariances.
+        mean: mean over the classes.
+        center: mean over the classes, corrected for bias.
+        values: [k], the score of each class.
+        variances: [k], the variance of each score.
+        images: [k], the number of images in each class.
+        shared: sum of the covariances.
     """
-    from scipy.special import stdtrit  # imported late: most of what imports this needs no interval of classes
+    from scipy.special import stdtrit  # imported late: most importers of this module never get here
 
     freedom = variances.sum() ** 2 / (variances**2 / np.maximum(images - 1, 1)).sum()
     variance = (variances.sum() + shared) / len(values) ** 2

@@ -1,7 +1,7 @@
-"""The model card: README.md in a run's folder, with the front matter that the Hugging Face hub reads.
+"""Writes the model card: README.md in a run's folder, with the front matter that the Hugging Face hub reads.
 
-Format: https://huggingface.co/docs/hub/model-cards; huggingface_hub writes the front matter; model_card.md.j2 is the
-text.
+The format is documented at https://huggingface.co/docs/hub/model-cards. huggingface_hub generates the front matter, and
+model_card.md.j2 is the template of the text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ALWAYS_SHOWN = (
     *("class_weights", "sampling", "repeated_augmentation", "augmentation", "pretrained", "weights", "seed"),
 )
 
-# Where images come from and how they are read; the rest of what those fields say is how they are augmented.
+# Not part of the recipe: how a run is launched, where images come from, and how they are read.
 NOT_RECIPE = frozenset(
     {
         *WORDS_OF_LAUNCH,
@@ -67,13 +67,13 @@ NOT_RECIPE = frozenset(
 
 
 def write_model_card(run: Path) -> Path | None:
-    """Write README.md into the folder of a finished run, unless the one there is the user's own.
+    """Write README.md into the folder of a finished run, unless it contains a README.md without `MARK`.
 
     Args:
-        run: the folder, with config.json, environment.json, metrics.jsonl, model.safetensors and its evaluation.
+        run: the run's folder, with config.json, environment.json, metrics.jsonl, model.safetensors and the evaluation.
 
     Returns:
-        The card's path; None if it was left alone, or if the model has no classifier yet.
+        Path of the card; None if the user's README.md was kept, or if the model has no classifier yet.
     """
     card = run / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
@@ -116,12 +116,12 @@ def write_model_card(run: Path) -> Path | None:
         command=shlex.join(launch_command(config, ranks, per_machine, OF_ONE_RUN)),
     )
     with replacing(card) as temporary:
-        temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may contain bytes of no text
+        temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # folder names may contain invalid UTF-8
     return card
 
 
 def recipe_names(config: TrainConfig) -> list[str]:
-    """Return the fields of the card's recipe: the usual ones, and non-default settings of model, data and update."""
+    """Return the names of the settings in the card's recipe: `ALWAYS_SHOWN`, and others with non-default values."""
     fields = {
         field.name: field for kind in (TaskSettings, RecipeSettings, DataSettings) for field in dataclasses.fields(kind)
     }
@@ -164,7 +164,7 @@ def _front_matter(
 
 
 def _interval(scores: Mapping[str, Any], name: str) -> str:
-    """Return a space and the interval of a score in brackets; '' if it has none."""
+    """Return a space and the interval of a score in brackets; '' if the score has no interval."""
     found = interval_of(scores, name)
     if found is None:
         return ""
@@ -173,12 +173,12 @@ def _interval(scores: Mapping[str, Any], name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text that Markdown shows unchanged, on one line."""
+    """Return text on one line, escaped so that Markdown shows it unchanged."""
     for sign in "\\`|<>*_[]":
         text = text.replace(sign, f"\\{sign}")
     return " ".join(text.split())
 
 
 def _code(text: str) -> str:
-    """Return text as code on one line, without backticks, which Markdown cannot escape there."""
+    """Return text as inline code; backticks become apostrophes, because Markdown cannot escape them in code."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"

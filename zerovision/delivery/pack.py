@@ -1,4 +1,4 @@
-"""Packs a data set into tar files that WebDataset reads, each with its index, and checks the result."""
+"""Packs a data set into tar files that WebDataset can read, each with an index, and checks the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PNG_CHANNELS = (1, 3)
 
 
 class Packed(NamedTuple):
-    """What was written: images, tar files and their bytes."""
+    """Numbers of images and tar files that were written, and the total size of the tar files in bytes."""
 
     images: int
     shards: int
@@ -45,7 +45,7 @@ class Packed(NamedTuple):
 
 
 def run(settings: PackSettings) -> int:
-    """Pack as the command line says."""
+    """Run the command and return its exit code."""
     config, _ = parse_args([*settings.training_words, f"--data={settings.data}"], settings.parser().flags)
     output = Path(os.path.expanduser(settings.output))
     done = pack(data_options(config), output, settings.shard_mb * 10**6)
@@ -54,14 +54,14 @@ def run(settings: PackSettings) -> int:
 
 
 def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
-    """Write the images of all parts, as they are, into tar files of about `shard_bytes` in a new folder.
+    """Write the images of all parts, unchanged, into tar files of about `shard_bytes` each in a new folder.
 
-    Files keep their bytes; images in memory become PNG files. Training images are shuffled for `--order shards`; this
-    affects nothing else, because a loaded set is sorted. Every tar file is read again and compared with what was
-    packed; the folder gets its name when everything is right.
+    Image files are copied byte for byte; images in memory become PNG files. Training images are shuffled for
+    `--order shards`; this affects nothing else, because a data set is sorted when it is loaded. Every tar file is read
+    back and compared with what was packed; the folder is given its final name only if everything matches.
 
     Raises:
-        UserError: if the folder exists and is not empty, images are not 8-bit files, or one cannot be read.
+        UserError: if the folder exists and is not empty, the data cannot be packed, or an image cannot be read.
     """
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"OUT '{output}' exists and is not an empty folder: give a new one.")
@@ -84,7 +84,7 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
 
 
 def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int) -> Iterator[tuple[Path, int]]:
-    """Write the tar files of a part, and yield each with its number of images once it is checked."""
+    """Write and check the tar files of a part, and yield each one with its number of images."""
     source = dataset.source
     console, every = open_console(stderr=True), np.arange(len(dataset))
     if part == TRAIN:
@@ -121,7 +121,7 @@ def _sample(source: Source, index: int) -> tuple[str, str, bytes]:
         path = source.images.path(index)
         suffix = os.path.splitext(path)[1].lower()
         content = source.images.content(index)
-        return path, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # a format is told by the content
+        return path, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # readers detect the format
     image = source.read(index)
     if source.values != BYTES or image.shape[0] not in PNG_CHANNELS:
         raise UserError(f"images of {image.shape[0]} channel(s) of {source.values} cannot be packed: keep the arrays.")
@@ -131,7 +131,7 @@ def _sample(source: Source, index: int) -> tuple[str, str, bytes]:
 
 
 def _check(file: Path, digests: list[int]) -> None:
-    """Read a tar file and compare its images with the digests of what was packed; write its index."""
+    """Compare the images in a tar file with the digests of what was packed, and write the file's index."""
     index, (state, inode) = TAR.scan(file), identity_of(file.stat())
     index = index._replace(columns=TAR.columns, state=state, file=inode, checksum=checksum_of(file))
     reader, images = TAR.open([file], [index.state]), index.images

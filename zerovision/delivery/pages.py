@@ -1,4 +1,4 @@
-"""The common look of all pages: template and style, and the format of numbers, names and pictures."""
+"""The common look of all HTML pages: template, style, and formatting of numbers, names and pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_NAME = 80
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Format a number with this many significant digits and thin spaces between thousands; '–' for None."""
+    """Format a number with `digits` significant digits and thin spaces between thousands; '–' for None."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -36,7 +36,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def plain(value: float) -> str:
-    """Format a round number without superfluous zeros."""
+    """Format a round number without trailing zeros."""
     return f"{value:.10g}" if 1e-4 <= abs(value) < 1e6 or not value else number(value, 3)
 
 
@@ -51,7 +51,7 @@ def count(value: int) -> str:
 
 
 def date_and_time(unix_seconds: float) -> str:
-    """Format a moment in the local time zone."""
+    """Format a Unix time in the local time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_seconds))
 
 
@@ -61,12 +61,12 @@ def plural(value: int, noun: str) -> str:
 
 
 def clip(text: str, longest: int = LONGEST_NAME) -> str:
-    """Shorten a text that is too long for a table."""
+    """Shorten text that is too long for a table."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def clip_middle(text: str, longest: int = LONGEST_NAME) -> str:
-    """Shorten a file's name in the middle, to keep its ending."""
+    """Shorten a file name in the middle to keep its extension."""
     kept = longest - 1
     return text if len(text) <= longest else f"{text[: kept // 2]}…{text[-(kept - kept // 2) :]}"
 
@@ -82,9 +82,10 @@ def isolate(text: str) -> str:
 
 
 def data_uri(image: bytes | Image, kind: str, **options: Any) -> str:
-    """Return an image as a data URI: a file of this kind, such as "png", or an image to encode as one.
+    """Return an image as a data URI.
 
-    The options are Pillow's.
+    Bytes must be the content of a file of this `kind`, such as "png"; an image is encoded as `kind` with Pillow's
+    `options`.
     """
     if isinstance(image, bytes):
         content = image
@@ -96,7 +97,7 @@ def data_uri(image: bytes | Image, kind: str, **options: Any) -> str:
 
 
 def render(page: Path, script: Path | None = None, **values: Any) -> str:
-    """Return a page that extends base.html as HTML, with our style and only its own script."""
+    """Render a template that extends base.html, with the common style and no script except `script`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([TEMPLATE, page.parent]),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""Predicts the classes of images (files of any size, whole folders, or standard input) and writes them.
+"""Predicts the classes of images (files of any size, whole folders, or standard input) and writes the predictions.
 
 The output is a table, CSV, or one JSON object per line, on standard output or in a file.
 """
@@ -46,13 +46,13 @@ from zerovision.training.world.world import use_exact_fp32
 
 STDIN = "-"
 STDIN_NAME = "standard input"
-WIDEST = 10_000  # letters of a table's line in a file
+WIDEST = 10_000  # characters per line of a table in a file
 OF_ENDING = {".csv": "csv", ".json": "json", ".jsonl": "json"}
-LONGEST_NAME = 100  # letters of an image's name in that of its picture
+LONGEST_NAME = 100  # characters of an image's name in the name of its picture
 
-_SETTINGS = threading.Lock()  # PyTorch's, which threads that predict at the same time would save of each other
+_SETTINGS = threading.Lock()  # guards PyTorch's settings, which concurrent predictions would otherwise mix up
 
-# The path of an image, and its content if that came over standard input.
+# The path of an image, and its content if it was read from standard input.
 Entry = tuple[str, bytes | None]
 
 
@@ -62,13 +62,15 @@ class Prediction:
 
     Attributes:
         image: the path as given.
-        labels: names of classes, the most probable one first; empty for an image that cannot be read.
-        probabilities: their probabilities, in 0..1; calibrated, if the model is.
-        note: a remark about the image, in one line; usually empty.
-        error: why the image cannot be read, in one line; empty if it can.
-        picture: the image as the network saw it, darker where it contributed less to the first label; if requested.
-        is_rejected: whether the highest probability is below the model's threshold; None if it has none.
-        chosen: all classes above their thresholds with their probabilities, for a model with several labels.
+        labels: names of the most probable classes, in descending order; empty if the image cannot be read.
+        probabilities: probabilities of `labels`, in 0..1; calibrated if the model is calibrated.
+        note: a remark about the image, on one line; usually empty.
+        error: reason why the image cannot be read, on one line; empty if the image can be read.
+        picture: the image as the network saw it, darkened where it contributed less to the first label; None unless
+            requested.
+        is_rejected: whether the highest probability is below the model's threshold; None if the model has no threshold.
+        chosen: probabilities of all classes above their thresholds, by class name; None for a model with one label per
+            image.
     """
 
     image: str
@@ -89,7 +91,7 @@ class Prediction:
 
     @property
     def probability(self) -> float:
-        """The highest probability of what `label` names, or of all classes if it names none."""
+        """The highest probability of the classes in `label`, or of all classes if `label` names no class."""
         return max(self.chosen.values()) if self.chosen else self.probabilities[0]
 
 
@@ -99,12 +101,12 @@ class Predictor:
 
     Attributes:
         module: the network, on its device, in evaluation mode.
-        metadata: the metadata of its weights.
-        settings: the settings.
+        metadata: metadata of the network's weights.
+        settings: the user's settings.
         views: the views of each image whose probabilities are averaged.
-        reader: reader of the images.
+        reader: loads and preprocesses the images.
         calibration: turns logits into probabilities and rejects images; None for plain softmax.
-        explains: whether predictions have a picture.
+        explains: whether predictions include a picture.
     """
 
     module: nn.Module
@@ -117,22 +119,22 @@ class Predictor:
 
     @property
     def is_of_arrays(self) -> bool:
-        """Whether the network takes values that no picture has."""
+        """Whether the network takes arrays that are not 8-bit pictures."""
         return self.metadata["preprocessing"].takes_numbers
 
 
 def predict(model: str | Path, images: str | Path | Iterable[str | Path], **options: Any) -> Iterator[Prediction]:
-    """Load a trained model, and return an iterator over the predictions of all images, in order.
+    """Load a trained model, and return an iterator over the predictions for all images, in order.
 
     Args:
         model: a run's name or folder, or a safetensors file.
-        images: files, folders (searched to any depth, in order of name, without hidden and system files), or "-" for
-            standard input: one image, or one path per line. A .npy file contains one image, [H, W] or [H, W, C].
-        options: the other fields of `PredictSettings`; with `explain=True` predictions have a picture.
+        images: files, folders (searched recursively in order of name, without hidden and system files), or "-" to read
+            one image, or one path per line, from standard input. A .npy file contains one image, [H, W] or [H, W, C].
+        options: the other fields of `PredictSettings`; with `explain=True`, predictions include a picture.
 
     Raises:
-        UserError: for a mistake in the arguments, and weights that cannot be used; while iterating, if a folder
-            contains no image, or standard input is empty or larger than `MAX_FILE_BYTES`.
+        UserError: for a mistake in the arguments or for weights that cannot be used; during iteration, if a folder
+            contains no image, or if standard input is empty or larger than `MAX_FILE_BYTES`.
     """
     listed = [images] if isinstance(images, str | Path) else images
     predictor = load_predictor(PredictSettings(model=str(model), images=listed, **options))
@@ -141,7 +143,7 @@ def predict(model: str | Path, images: str | Path | Iterable[str | Path], **opti
 
 
 def load_predictor(settings: PredictSettings) -> Predictor:
-    """Load a trained model; errors are those of `predict`."""
+    """Load a trained model; raise UserError for settings or weights that cannot be used."""
     has_gpu = torch.cuda.is_available()
     if settings.device == "cuda" and not has_gpu:
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
@@ -172,7 +174,7 @@ def load_predictor(settings: PredictSettings) -> Predictor:
 
 
 def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[Prediction]:
-    """Yield the prediction of each entry, in order; entries are read `batch_size` at a time."""
+    """Yield the prediction for each entry, in order; entries are read in batches of `batch_size`."""
     class_names, task = predictor.metadata["class_names"], task_of(predictor.metadata)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
@@ -204,7 +206,7 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
 def _top_classes(
     predictor: Predictor, images: torch.Tensor
 ) -> list[tuple[list[float], list[int], Image.Image | None, np.ndarray]]:
-    """Return each image's highest probabilities, their class indices, the picture, and all probabilities."""
+    """Return each image's highest probabilities, the indices of their classes, its picture, and all probabilities."""
     module = predictor.module
     images = images.to(next(module.parameters()).device)
     pictures: list[Image.Image | None] = [None] * len(images)
@@ -240,12 +242,12 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
             is_image = True
     except UnidentifiedImageError:
         is_image = False
-    except Exception:  # Pillow's readers raise nearly anything on what only begins like an image
+    except Exception:  # Pillow may raise any exception for content that only starts like an image
         is_image = True
     if is_image:
         yield STDIN_NAME, content
         return
-    lines = os.fsdecode(content).split("\n")  # not splitlines, which ends lines at more than that
+    lines = os.fsdecode(content).split("\n")  # splitlines would also split at other characters
     paths = [path for line in lines if (path := line.removesuffix("\r"))]
     if not paths:
         raise UserError("standard input is empty: '-' reads one image, or paths, one per line.")
@@ -264,9 +266,9 @@ def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
 
 
 def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the paths of the files in a folder, then those in its subfolders.
+    """Yield the paths of the files in a folder, and then the paths of the files in its subfolders.
 
-    Hidden and system files are left out; links are followed, but not into the folders `above` (real paths).
+    Hidden and system files are skipped; links are followed, except into the folders `above` (real paths).
     """
     try:
         entries = [entry for entry in entries_of(folder) if not entry.name.startswith(".")]
@@ -282,7 +284,7 @@ def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
 
 
 def run(settings: PredictSettings) -> int:
-    """Predict as the command line says; the predictions go to standard output or a file."""
+    """Write predictions to standard output or a file, and return the exit code."""
     predictions = predict(**vars(settings))
     if settings.explain:
         folder = Path(os.path.expanduser(str(settings.explain)))
@@ -293,13 +295,13 @@ def run(settings: PredictSettings) -> int:
 
 
 def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, top_k: int) -> int:
-    """Write predictions, name unreadable images on standard error, and return how many there are.
+    """Write predictions, report unreadable images on standard error, and return the number of unreadable images.
 
     Args:
-        predictions: of `zerovision.delivery.predict.predict`.
+        predictions: predictions from `zerovision.delivery.predict.predict`.
         kind: "table", "csv" or "json"; empty to use the file's extension.
-        path: the file, written beside its name and renamed at the end; empty for standard output.
-        top_k: largest number of classes per prediction.
+        path: file to write, under a temporary name until it is complete; empty for standard output.
+        top_k: maximum number of classes per prediction.
 
     Raises:
         UserError: if the file cannot be written; see also `predict`.
@@ -328,7 +330,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
         ):
             FORMATS[kind](readable(), stream, top_k)
     else:
-        # Names of files may contain bytes that are no text: they are written as they were read.
+        # File names may contain bytes that are not valid text; such bytes are written as they were read.
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         FORMATS[kind](readable(), sys.stdout, top_k)
     if unreadable:
@@ -391,7 +393,7 @@ def _write_table(predictions: Iterator[Prediction], stream: TextIO, top_k: int) 
         then = [text for label, text in zip(one.labels, shown, strict=True) if label not in told]
         table.add_row(*first, *[", ".join(then)] * (top_k > 1))
     if table.row_count:
-        width = None if stream.isatty() else WIDEST  # nothing is cut where there is no screen
+        width = None if stream.isatty() else WIDEST  # nothing is truncated without a terminal
         Console(file=stream, width=width, highlight=False, markup=False, emoji=False).print(table)
 
 

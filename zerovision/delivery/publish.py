@@ -1,4 +1,4 @@
-"""Publishes a model on the Hugging Face hub: weights, model card, class names, and for timm its config.json."""
+"""Publishes a model on the Hugging Face hub: weights, model card, class names, and a config.json for timm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIMM_CONFIG = "config.json"
 
 
 def run(settings: PublishSettings) -> int:
-    """Publish as the command line says."""
+    """Run the command and return its exit code."""
     for line in publish(settings):
         print(line)
     return 0
@@ -43,10 +43,10 @@ def run(settings: PublishSettings) -> int:
 def publish(settings: PublishSettings) -> Iterator[str]:
     """Upload a model to the hub in one commit, and yield the lines to print.
 
-    The hub's client finds the token in HF_TOKEN, or where `hf auth login` stored it.
+    The hub's client reads the token from HF_TOKEN, or from the file in which `hf auth login` stored it.
 
     Raises:
-        UserError: for a wrong name, a run without a model card, and whatever the hub rejects.
+        UserError: if the repository's name is invalid, the run has no model card, or the upload fails.
     """
     repository, dry_run = settings.repository, settings.dry_run
     check_repository(repository)
@@ -77,7 +77,7 @@ def publish(settings: PublishSettings) -> Iterator[str]:
         hub = HfApi()
         hub.create_repo(repository, private=not settings.public, exist_ok=True)
         hub.create_commit(repository, operations, commit_message=f"{weights.parent.name}, trained with zerovision")
-    except Exception as error:  # the hub's client raises a dozen types with no common base
+    except Exception as error:  # the hub's client raises a dozen types without a common base class
         said = one_line(error).replace(huggingface_hub.get_token() or "\0", "***").rstrip(".")
         raise UserError(
             f"'{repository}' was not published: {type(error).__name__}, {said}. Is the name right, and does the token "
@@ -87,7 +87,7 @@ def publish(settings: PublishSettings) -> Iterator[str]:
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError if the name is not ORG/NAME on the hub."""
+    """Raise UserError unless the name is a valid ORG/NAME on the hub."""
     try:
         validate_repo_id(name)
         is_right = name.count("/") == 1
@@ -101,7 +101,7 @@ def check_repository(name: str) -> None:
 
 
 def why_not_for_timm(metadata: dict[str, Any]) -> str:
-    """Return why `timm.create_model("hf-hub:ORG/NAME")` would load another network; '' if it would load this one."""
+    """Return why `timm.create_model("hf-hub:ORG/NAME")` would not load this network correctly; '' if it would."""
     description = metadata["description"]
     if not description.timm_name:
         return "it is not a timm network"
@@ -138,7 +138,7 @@ def timm_config(metadata: dict[str, Any]) -> bytes:
 
 
 def _kept_share(preprocessing: Preprocessing) -> float | None:
-    """Return the share from which timm computes the size to resize images to; None if timm cannot."""
+    """Return the `crop_pct` from which timm computes the size to resize images to; None if no value results in it."""
     if preprocessing.resize_size is None:
         return 1.0
     kept, resized = preprocessing.sides, sides(preprocessing.resize_size)

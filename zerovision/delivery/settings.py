@@ -1,4 +1,4 @@
-"""The settings of the commands that use a trained model, or pack a data set: their flags, and their help."""
+"""Settings of the commands that use a trained model or pack a data set, with their flags and help."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageSettings(CommandSettings):
-    """The settings that choose the images; empty values mean those of the run."""
+    """The settings that select the images; an empty value means the run's setting."""
 
     data: str = text(f"Images to use: {USAGES}; default: the run's own.")
     data_root: str = text(OF_DATASETS)
@@ -95,7 +95,7 @@ class EvaluateSettings(ViewSettings, ImageSettings, ModelSettings):
 
     @classmethod
     def parser(cls) -> OneLineParser:
-        """Return the parser, which also takes what launchers add."""
+        """Return the parser, which also accepts the arguments that launchers add."""
         parser = super().parser()
         parser.add_local_rank()
         return parser

@@ -1,4 +1,4 @@
-"""Finds a trained model by a user's argument: a run's name, its folder, or a safetensors file."""
+"""Finds the trained model that a user names: a run's name, a run's folder, or a safetensors file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerovision.training.base.run_folder import CONFIG, WEIGHTS, log_folder
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.file import read_values
 
-PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
+PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and its older format
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class TrainedModel:
     """A trained model on disk.
 
     Attributes:
-        weights: its safetensors file.
-        run: the folder of the run that made it, None for a file elsewhere.
+        weights: the model's safetensors file.
+        run: folder of the run that trained the model; None for a file outside a run's folder.
     """
 
     weights: Path
     run: Path | None
 
     def config(self) -> TrainConfig | None:
-        """Return the run's configuration, None if the run is not known.
+        """Return the run's configuration; None if the run is unknown.
 
         Raises:
             UserError: if config.json is damaged.
@@ -43,14 +43,14 @@ def find_model(given: str | Path) -> TrainedModel:
     """Return the model that an argument names.
 
     Args:
-        given: a safetensors file, a run's folder (either also from the repository's folder), or the name of a run in
-            logs/runs.
+        given: a safetensors file or a run's folder (relative to the current folder or to the repository's), or the name
+            of a run in logs/runs.
 
     Raises:
-        UserError: if there is none, or if the file could run code when it is loaded.
+        UserError: if there is no such model, or if loading the file could run code.
     """
     path = Path(os.path.expanduser(given))
-    path = path if os.path.exists(path) else log_folder().parent / path  # 'logs/runs/NAME/...', typed in another folder
+    path = path if os.path.exists(path) else log_folder().parent / path  # 'logs/runs/NAME/...', typed elsewhere
     if os.path.isfile(path):
         _check_is_safetensors(path)
         return TrainedModel(path, path.parent if _is_run(path.parent) else None)
@@ -65,13 +65,13 @@ def find_run(given: str | Path) -> Path:
     """Return the folder of the run that an argument names: a folder, a name in logs/runs, or 'logs/runs/NAME'.
 
     Raises:
-        UserError: if there is none.
+        UserError: if there is no such run.
     """
     runs = log_folder() / "runs"
     path = Path(os.path.expanduser(given))
     places = (path, runs / given, log_folder().parent / path) if given else ()
     folders = [folder for folder in places if os.path.isdir(folder)]
-    if found := next(filter(_is_run, folders), None):  # a run is named after its data, whose folder may lie here
+    if found := next(filter(_is_run, folders), None):  # a run is named after its data, whose folder may match too
         return found.resolve()
     if folders:
         raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Give logs/runs/NAME.")
@@ -83,9 +83,9 @@ def find_run(given: str | Path) -> Path:
 
 
 def read_run_config(run: Path) -> TrainConfig:
-    """Return the configuration of a run; settings that newer versions added have their defaults.
+    """Return the configuration of a run; settings that were added in newer versions have their default values.
 
-    It is returned even if this version would refuse to train with it.
+    The configuration is returned even if this version would refuse to train with it.
 
     Raises:
         UserError: if config.json is missing or damaged, or names plug-ins that are not loaded.
@@ -97,10 +97,10 @@ def read_run_config(run: Path) -> TrainConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a run.
+    """Return the JSON object in a run's file.
 
     Raises:
-        UserError: if it is missing or damaged.
+        UserError: if the file is missing or damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

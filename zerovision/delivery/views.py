@@ -16,10 +16,10 @@ from zerovision.training.tasks.of_weights import task_of
 
 
 def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Views:
-    """Return the views of the images of a model with this metadata.
+    """Return the views of an image for a model with this metadata.
 
     Raises:
-        UserError: if an image cannot be shifted that far.
+        UserError: if the model's images cannot be shifted that far, or if its task does not support views.
     """
     size = metadata["preprocessing"].image_size
     farthest = min(sides(size)) - 1
@@ -33,13 +33,13 @@ def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Vi
 def probabilities_of(
     network: nn.Module, images: torch.Tensor, views: Views, calibration: Calibration | None, task: OneLabel
 ) -> torch.Tensor:
-    """Return the probabilities of `predict`, float32 [B, classes], from a network in evaluation mode."""
+    """Return probabilities averaged over the views, float32 [B, classes]; `network` must be in evaluation mode."""
     weighted = [(weight, network(view)) for weight, view in views_of(images, views)]
     return task.mean_probabilities(weighted, None if calibration is None else calibration.temperature)
 
 
 def views_of(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:
-    """Return the weight and the images of each view; the first view is the images themselves."""
+    """Return the weight and the images of each view; the images of the first view are the originals."""
     weighted, far, (height, width) = [(1.0, images)], views.shift_pixels, images.shape[2:]
     if far:
         padded = nn.functional.pad(images, (far,) * 4, mode="reflect")

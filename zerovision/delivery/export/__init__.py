@@ -1,6 +1,6 @@
-"""Turns a trained model into a file that other programs run: the table of formats, each with its precisions.
+"""Exports a trained model to a file that other programs can run; this module has the table of formats and precisions.
 
-Importing this package loads neither torch nor onnx, so that `--help` can print the table at once.
+Importing this package loads neither torch nor onnx, so that `--help` can print the table without delay.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from zerovision.training.base.errors import UserError
 
 
 class ExportFormat(NamedTuple):
-    """One line of `FORMATS`.
+    """An entry of `FORMATS`.
 
     Attributes:
-        write: the function (job, path) that writes such a file; it may return another one in fp32 to compare with.
-        open: the function (path, threads) that opens one as a `Forward`.
-        extension: extension of the file's name.
-        precisions: names of `PRECISIONS` that it can store.
+        write: name of the function (job, path) that writes a file; it may return the path of an fp32 file to compare.
+        open: name of the function (path, threads) that opens a file as a `Forward`.
+        extension: extension of the file name.
+        precisions: names in `PRECISIONS` that the format can store.
         summary: one phrase for `--help`.
-        has_graph: whether it stores the computation, and can therefore include the preprocessing.
+        has_graph: whether the format stores the computation graph, and can therefore include the preprocessing.
     """
 
     write: str
@@ -64,15 +64,15 @@ PRECISIONS: dict[str, str] = {
 
 
 class ExportRefused(Exception):
-    """The exported file's results differ from the model's; the message is one line."""
+    """Raised if the exported file's results differ from the model's; the message is a single line."""
 
 
 def check_choice(format_name: str, precision: str, *, with_preprocessing: bool = False) -> ExportFormat:
     """Return the format with this name.
 
     Raises:
-        UserError: for a precision that the format cannot store, or preprocessing that the format or the precision does
-            not support.
+        UserError: if the format cannot store the precision, or if the format or the precision does not support
+            preprocessing.
     """
     chosen = FORMATS[format_name]
     if precision not in chosen.precisions:

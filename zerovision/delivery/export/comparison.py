@@ -18,50 +18,52 @@ from zerovision.delivery.views import probabilities_of
 from zerovision.training.base.units import percent, plural
 
 SMALL_BATCHES = (1, 2)
-ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
+ROUNDING = 1e-9  # points, because 1.0 - 0.99 is slightly more than 0.01
 TIMED_RUNS = 20
 
 
-# fp32 has 24 bits (2^-24 = 6e-8). Kernels differ in the order in which they sum some thousand products, through up to
-# a few hundred layers: up to 2e-6 was found, 1e-4 leaves room for deeper networks. A wrong constant is far off.
-# bf16 has 8 bits, so a weight is off by up to 2^-9 of itself. Independent errors average out within a dot product and
-# add like the root of the number of layers: 2^-9 x 0.6 x 10 is 1 % after a hundred layers; 0.05 to 2.2 % was found, and
-# 2^-4 is 6 %. A single logit may move by ten times that, so the largest difference has a wider bound: up to 11 % was
-# found. Arithmetic stays in fp32, and with it the bound for other batch sizes.
-# For int8 accuracy decides. Other batches take other kernels, a last bit of which may move a value to the
-# neighboring of 256 levels.
+# fp32 has 24 significant bits (2^-24 = 6e-8). Kernels differ in the order in which they sum some thousand products,
+# through up to a few hundred layers. The largest difference measured was 2e-6; 1e-4 leaves room for deeper networks. A
+# wrong constant causes a much larger difference.
+# bf16 has 8 significant bits, so a weight is off by up to 2^-9 of itself. Independent errors average out within a dot
+# product, and grow with the square root of the number of layers: 2^-9 x 0.6 x 10 is 1 % after a hundred layers. The
+# differences measured were 0.05 to 2.2 %, and 2^-4 is 6 %. A single logit may move by ten times as much, so the largest
+# difference has a wider bound (up to 11 % was measured). Arithmetic stays in fp32, and so does the bound for other
+# batch sizes.
+# For int8, accuracy decides. Other batch sizes use other kernels, and a difference in the last bit may move a value to
+# the neighboring one of 256 levels.
 #
-# Precision -> how far logits may be off: the largest difference from the PyTorch module's in fp32, as a share of the
-# largest logit; the root mean square of the differences, as a share of that of the logits; the largest difference from
-# the file's own logits in another batch size, as a share of the largest. None: accuracy alone decides.
+# Precision -> how far logits may be off: the largest difference from the PyTorch module's logits in fp32, as a share of
+# the largest logit; the root mean square of these differences, as a share of that of the logits; the largest difference
+# from the file's own logits at another batch size, as a share of the largest logit. None: accuracy alone decides.
 TOLERANCES: dict[str, tuple[float | None, float | None, float]] = {
     "fp32": (1e-4, 1e-4, 1e-4),
     "bf16": (2**-2, 2**-4, 1e-4),
     "int8": (None, None, 2**-4),
-    "fp32 of pictures": (2**-5, 2**-5, 1e-4),  # without AVX2 PyTorch rounds a resized pixel otherwise, by a level
+    "fp32 of pictures": (2**-5, 2**-5, 1e-4),  # without AVX2, PyTorch may round a resized pixel differently
     "bf16 of pictures": (2**-2, 2**-4, 1e-4),
 }
-SMALLEST_PROBABILITY = 1e-12  # whose logarithm is compared
-MOST_LEVELS = 1.01  # of 255, by which a prepared pixel may be off
+SMALLEST_PROBABILITY = 1e-12  # smaller probabilities are raised to this before the logarithm
+MOST_LEVELS = 1.01  # of 255, by which a preprocessed pixel may be off
 PIXELS_AT_A_TIME = 2**23
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of a comparison.
+    """Result of comparing an exported file with the PyTorch module.
 
     Attributes:
-        difference: largest absolute difference of a logit from the PyTorch module's.
+        difference: largest absolute difference between a logit of the file and of the PyTorch module.
         rms_share: root mean square of the differences, relative to that of the PyTorch module's logits.
-        batch_difference: largest absolute difference of a logit between batch sizes of the file.
+        batch_difference: largest absolute difference between logits of the file at different batch sizes.
         scale: largest absolute logit of the PyTorch module.
-        equal_top1: share of images, 0 to 1, with the same top class.
+        equal_top1: share of images, 0 to 1, for which the file and the PyTorch module predict the same class.
         model_top1: accuracy of the PyTorch module, 0 to 1.
-        file_top1: accuracy of the file.
-        lost: images that only the module classifies correctly.
-        gained: images that only the file classifies correctly.
+        file_top1: accuracy of the file, 0 to 1.
+        lost: number of images that only the PyTorch module classifies correctly.
+        gained: number of images that only the file classifies correctly.
         images: number of images compared.
-        batch_sizes: the batch sizes that were run.
+        batch_sizes: the batch sizes at which the file was run.
     """
 
     difference: float
@@ -83,12 +85,12 @@ class Agreement:
 
     @property
     def points_lost_interval(self) -> Interval:
-        """The 95 % interval of `points_lost` on infinitely many such images."""
+        """The 95 % confidence interval of `points_lost` over infinitely many images of the same kind."""
         low, high = of_difference(self.lost, self.gained, self.images)
         return 100 * low, 100 * high
 
     def describe_loss(self, precision: str) -> str:
-        """Return a text about `points_lost`, with the interval."""
+        """Describe `points_lost` and its confidence interval in words."""
         low, high = self.points_lost_interval
         return (
             f"{precision} loses {self.points_lost:.2f} points of top-1 ({percent(self.model_top1)} -> "
@@ -97,7 +99,7 @@ class Agreement:
 
 
 def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
-    """Run a file on all images in full batches, and on the first ones in small batches."""
+    """Run a file on all images in full batches and on the first few in small batches, and compare the logits."""
     logits = run_in_batches(forward, check.images, batch_size)
     right, file_right = check.is_right(check.logits), check.is_right(logits)
     batch_difference, first = 0.0, 0
@@ -123,12 +125,12 @@ def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
 
 
 def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
-    """Run a file with its preprocessing on the pictures, and compare it with the results of `predict`.
+    """Run a file that includes the preprocessing on the pictures, and compare its results with those of `predict`.
 
-    The logits are the logarithms of the probabilities.
+    The logits to compare are the logarithms of the probabilities.
 
     Raises:
-        ExportRefused: if a pixel that the network sees differs from that in `predict` by more than rounding.
+        ExportRefused: if a preprocessed pixel differs from the one in `predict` by more than rounding explains.
     """
     module, check = job.module, job.check
     assert isinstance(module, FromPictures)
@@ -140,7 +142,7 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
         for place, shape in enumerate(one.shape for one in pictures):
             rows[shape].append(place)
         answers = torch.empty(len(pictures), check.logits.shape[1])
-        for shape, places in rows.items():  # pictures of one size are one batch
+        for shape, places in rows.items():  # pictures of the same size form a batch
             for part in torch.tensor(places).split(max(1, PIXELS_AT_A_TIME // shape.numel())):
                 batch = torch.stack([pictures[place] for place in part])
                 off = float(((module.prepared(batch) - check.images[numbers[part, 0]]) * levels).abs().max())
@@ -162,10 +164,10 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
 
 
 def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: float) -> None:
-    """Raise an error for a file that differs by more than its precision explains, or loses more than allowed.
+    """Check that a file does not differ by more than its precision explains, or lose more accuracy than allowed.
 
     Raises:
-        ExportRefused: with the number and its bound.
+        ExportRefused: if the check fails; the message contains the number and its bound.
     """
     shares = {
         "the largest difference of a logit from PyTorch's": agreement.difference / agreement.scale,
@@ -173,13 +175,13 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
         "the largest difference of a logit between batch sizes": agreement.batch_difference / agreement.scale,
     }
     for (what, share), bound in zip(shares.items(), TOLERANCES[precision], strict=True):
-        if bound is not None and not share <= bound:  # also true for nan
+        if bound is not None and not share <= bound:  # also true for NaN
             raise ExportRefused(
                 f"not exported: {what} is {share:.2g} of the logits, more than {bound:.2g} for {precision}. "
                 "Nothing was written."
             )
-    # Of fewer than 100 images a single one is more than a point, and near a tie rounding decides: by bf16's 2^-9 of a
-    # weight as by int8's levels. So one image, the least loss that can be seen there, is no reason to refuse.
+    # With fewer than 100 images, a single image is more than a point, and near a tie, rounding decides: to 2^-9 of a
+    # weight in bf16, or to a level in int8. So the loss of one image, the smallest possible, is no reason to refuse.
     is_coarse = max_accuracy_loss > 0 and agreement.images < 100
     allowed = max(max_accuracy_loss, 100 / agreement.images) if is_coarse else max_accuracy_loss
     if not agreement.points_lost <= allowed + ROUNDING:
@@ -190,9 +192,9 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
 
 
 def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: int) -> float:
-    """Return the median time per image in batches of one size.
+    """Return the median time per image in batches of `batch_size`.
 
-    Images, float32 [N, C, S, S], are repeated if there are too few.
+    The images, float32 [N, C, S, S], are repeated if there are too few for a batch.
     """
     batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
     seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=TIMED_RUNS)

@@ -1,6 +1,6 @@
-"""One export: its settings, the network, and the images to compare its file on; also PyTorch's own formats.
+"""The settings, network and check images of an export; also writes and opens the formats for PyTorch.
 
-PyTorch's formats are safetensors (named tensors) and torch.export (graph and tensors).
+The formats for PyTorch are safetensors (named tensors) and torch.export (graph and tensors).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.tasks.labels import OneLabel
 
-# From images float32 [B, C, S, S] to logits float32 [B, classes], both on the CPU; B is free.
+# Maps images, float32 [B, C, S, S], to logits, float32 [B, classes], both on the CPU; B may be any number.
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-MAX_BYTES = 2 * 10**9  # of the images that are kept in memory, float32
-FACTS = "zerovision.json"  # beside the graph, inside a .pt2 file
+MAX_BYTES = 2 * 10**9  # of float32 images to keep in memory
+FACTS = "zerovision.json"  # stored with the graph inside a .pt2 file
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ class CheckImages:
     """Real images of known classes, and the trained model's logits for them.
 
     Attributes:
-        images: float32 [N, C, S, S], prepared as the model was trained.
-        labels: int64 [N], classes of the model.
-        logits: float32 [N, classes], of the PyTorch module in fp32.
+        images: float32 [N, C, S, S], preprocessed as in training.
+        labels: int64 [N], indices of the model's classes.
+        logits: float32 [N, classes], from the PyTorch module in fp32.
         name: name of the data, such as "digits, val".
         task: see `zerovision.delivery.evaluation_data.EvaluationData`.
-        picture: returns the decoded picture at a position, uint8 [H, W, C]; None if the images are not pictures.
+        picture: function that returns the decoded picture at an index, uint8 [H, W, C]; None if the images are not
+            pictures.
     """
 
     images: torch.Tensor
@@ -63,22 +64,22 @@ class CheckImages:
         return len(self.labels)
 
     def is_right(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return whether the highest logit [N, classes] of each image is its class, or one of its classes: bool [N]."""
+        """Return whether each image's highest logit [N, classes] is that of its class or one of its classes, bool [N]."""
         return self.task.hits(logits.argmax(1, keepdim=True), self.labels)[:, 0]
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What a format's writer gets.
+    """What a format's writer needs to export a model.
 
     Attributes:
         settings: the user's settings.
-        module: the network, or a module that contains it and its preprocessing, float32 on the CPU in evaluation mode;
-            writers must not change it.
-        metadata: what `zerovision.training.checkpoint.weights.load_model` returned with it.
-        origin: where it came from, as JSON values.
-        check: images that the file is compared on.
-        calibration: float32 [M, C, S, S] from the training split, None if the precision needs none.
+        module: the network, or a module that contains the network and its preprocessing, in float32 on the CPU and in
+            evaluation mode; writers must not change this module.
+        metadata: metadata that `zerovision.training.checkpoint.weights.load_model` returned with the network.
+        origin: where the network came from, as JSON values.
+        check: images to compare the file on.
+        calibration: images from the training split, float32 [M, C, S, S]; None if the precision needs no calibration.
     """
 
     settings: ExportSettings
@@ -89,7 +90,7 @@ class ExportJob:
     calibration: torch.Tensor | None
 
     def example(self) -> torch.Tensor:
-        """Return images [2, C, H, W] to trace the network with; a batch of 1 would become a constant."""
+        """Return two images to trace the network with; a batch size of 1 would become a constant."""
         preprocessing: Preprocessing = self.metadata["preprocessing"]
         if isinstance(self.module, FromPictures):
             return torch.zeros(*EXAMPLE, preprocessing.channels, dtype=torch.uint8)
@@ -102,7 +103,7 @@ class ExportJob:
         return ({axis: torch.export.Dim(name) for axis, name in enumerate(names)},)
 
     def use(self) -> dict[str, Any]:
-        """Return how the file is used; see `describe_use`."""
+        """Return a description of how to use the file; see `describe_use`."""
         use = describe_use(self.metadata)
         return self.module.describe(use) if isinstance(self.module, FromPictures) else use
 
@@ -117,7 +118,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
     """Read validation images, evenly spaced if not all are used, and run the network on them.
 
     Raises:
-        UserError: if an image cannot be read, or none remains.
+        UserError: if an image cannot be read and bad images are not allowed, or if no image can be read.
     """
     dataset = data.datasets.val
     bytes_per_image = 4 * dataset.source.channels * math.prod(dataset.preprocessing.sides)
@@ -158,38 +159,38 @@ def _read(dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Trace a network within this block: without gradients and PyTorch's warnings.
+    """Disable gradients and PyTorch's warnings while the block traces a network.
 
     Raises:
-        UserError: instead of any error of the tracer.
+        UserError: in place of any error from the tracer.
     """
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # PyTorch's own deprecations
+        warnings.simplefilter("ignore")  # PyTorch's own deprecation warnings
         try:
             yield
-        except Exception as error:  # torch.export and torch.onnx raise dozens of types with no common base
+        except Exception as error:  # torch.export and torch.onnx raise dozens of unrelated types
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UserError(f"PyTorch cannot trace this network: {reason}. Give --format safetensors.") from error
 
 
 def is_large(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a matrix or a kernel; vectors (biases, norms) are small, and rounding them costs more."""
+    """Return whether a tensor is a matrix or a kernel; vectors are small, and rounding them loses more accuracy."""
     return tensor.is_floating_point() and tensor.ndim > 1
 
 
 def write_safetensors(job: ExportJob, path: Path) -> None:
-    """Write the tensors with our metadata; with bf16, biases and norms stay in fp32."""
+    """Write the tensors with zerovision's metadata; in bf16, biases and norms stay in fp32."""
     is_bf16, tensors = job.settings.precision == "bf16", job.module.state_dict()
     stored = {name: tensor.bfloat16() if is_bf16 and is_large(tensor) else tensor for name, tensor in tensors.items()}
     facts = {**job.metadata, "extra": {**job.metadata["extra"], "exported": job.origin}}
     try:
         save_weights(path, stored, **facts)
-    except SafetensorError as error:  # which its writer raises in place of the system's errors
+    except SafetensorError as error:  # safetensors raises this in place of an OSError
         raise OSError(str(error)) from error
 
 
 def open_safetensors(path: Path, threads: int) -> Forward:
-    """Load the file into a network in fp32, as its users do."""
+    """Load the file into an fp32 network, as users of the file would."""
     return load_model(path)[0]
 
 
@@ -197,7 +198,7 @@ class StoredInBf16(nn.Module):
     """A network whose large weights are stored in bf16 and widened to fp32 for use."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Take a copy of the network."""
+        """Copy the network, and convert its large weights to bf16."""
         super().__init__()
         self.inner = copy.deepcopy(module)
         for parameter in self.inner.parameters():
@@ -205,28 +206,28 @@ class StoredInBf16(nn.Module):
                 parameter.data = parameter.data.bfloat16()
 
     def forward(self, images: torch.Tensor) -> Any:
-        """Map images `[B, C, S, S]` to logits `[B, classes]`, both float32; or see `FromPictures`."""
+        """Map images `[B, C, S, S]` to logits `[B, classes]`, both float32; see `FromPictures` for pictures."""
         widened = {name: parameter.float() for name, parameter in self.inner.named_parameters()}
         return torch.func.functional_call(self.inner, widened, (images,))
 
 
 def write_torch_export(job: ExportJob, path: Path) -> None:
-    """Trace the network with a dynamic batch dimension and write it.
+    """Trace the network with a dynamic batch dimension, and write the traced program.
 
     Raises:
-        UserError: if PyTorch cannot trace it.
+        UserError: if PyTorch cannot trace the network.
     """
     module = StoredInBf16(job.module) if job.settings.precision == "bf16" else job.module
     with tracing():
         program = torch.export.export(module, (job.example(),), dynamic_shapes=job.free_sides)
     facts = {**job.use(), "origin": job.origin}
-    stream = io.BytesIO()  # on a full disk a file object raises OSError, torch's own writer anything
+    stream = io.BytesIO()  # on a full disk, torch's own writer may raise errors other than OSError
     torch.export.save(program, stream, extra_files={FACTS: json.dumps(facts)})
     path.write_bytes(stream.getbuffer())
 
 
 def open_torch_export(path: Path, threads: int) -> Forward:
-    """Load the file as its users do; if it has several outputs, the first is returned."""
+    """Load the file as its users would; if the program has several outputs, only the first is returned."""
     program = torch.export.load(path).module()
 
     def forward(images: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An export from beginning to end: load, write, open again, compare, publish."""
+"""Runs an export from beginning to end: load, write, reopen, compare, publish."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from zerovision.training.base.units import percent
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.observe.new_run import remove_leftovers_of_run
 
-CALIBRATION = "calibration.json"  # beside the model: the temperature of its logits, and the threshold
+CALIBRATION = "calibration.json"  # next to the model: the temperature and the threshold
 LATENCY_BATCHES = (1, 16)
 
 
@@ -46,11 +46,11 @@ class Exported:
     """Result of an export.
 
     Attributes:
-        files: the model's file first.
+        files: paths of the written files, with the model's file first.
         agreement: agreement with the PyTorch module.
-        images: the images it was measured on.
-        sizes: bytes of the file and of its fp32 counterpart, by precision; empty unless the writer returned one.
-        latencies: milliseconds per image of both, by precision and batch size.
+        images: name of the images on which the agreement was measured.
+        sizes: size in bytes of the file and of its fp32 counterpart, by precision; empty if there is no counterpart.
+        latencies: milliseconds per image of the file and of its fp32 counterpart, by precision and batch size.
     """
 
     files: list[Path]
@@ -61,7 +61,7 @@ class Exported:
 
 
 def run(settings: ExportSettings) -> int:
-    """Export as the command line says."""
+    """Run the command and return its exit code."""
     try:
         exported = export_model(settings)
     except ExportRefused as refusal:
@@ -72,10 +72,10 @@ def run(settings: ExportSettings) -> int:
 
 
 def export_model(settings: ExportSettings) -> Exported:
-    """Export a model; files appear under their names only after the check.
+    """Export a model; files are given their final names only after the check.
 
     Raises:
-        UserError: for a mistake in the settings, and for disk errors.
+        UserError: for a mistake in the settings, or for a disk error.
         ExportRefused: if the file's results differ from the model's.
     """
     chosen = check_choice(settings.format, settings.precision, with_preprocessing=settings.with_preprocessing)
@@ -89,7 +89,7 @@ def export_model(settings: ExportSettings) -> Exported:
     about, calibration = files_about(job.metadata), read_calibration(model.weights)
     if settings.with_preprocessing:
         job = dataclasses.replace(job, module=FromPictures(job.module, job.metadata, calibration).eval())
-        about.pop(PREPROCESSING)  # which the file contains, and the calibration
+        about.pop(PREPROCESSING)  # the file contains the preprocessing and the calibration
         calibration = None
     check_output(output, about)
     write, open_exported = (pkgutil.resolve_name(name) for name in (chosen.write, chosen.open))
@@ -123,7 +123,7 @@ def export_model(settings: ExportSettings) -> Exported:
 
 
 def _show(exported: Exported, settings: ExportSettings) -> None:
-    """Print the comparisons with PyTorch and, if there is one, with fp32, and the files."""
+    """Print the comparison with PyTorch, the comparison with an fp32 file if there is one, and the files."""
     found = exported.agreement
     sizes = ", ".join(map(str, found.batch_sizes))
     print(f"compared with PyTorch on {found.images} images ({printable(exported.images)}), in batches of {sizes}")
@@ -139,7 +139,7 @@ def _show(exported: Exported, settings: ExportSettings) -> None:
 
 
 def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
-    """Print accuracy, size and time per image, fp32 and the smaller precision side by side."""
+    """Print accuracy, size and time per image for fp32 and for the smaller precision, side by side."""
     found, sizes = exported.agreement, exported.sizes
     times = [f"ms/image, batch {size}" for size in LATENCY_BATCHES]
     table = Table("", "top-1", "bytes", "size", *times, box=None, header_style="bold")
@@ -165,7 +165,7 @@ def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
 
 
 def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Return where an exported file comes from, without paths of this machine."""
+    """Return where an exported file comes from, without paths on this machine."""
     extra = metadata["extra"]
     return {
         "model": metadata["description"].model_type,

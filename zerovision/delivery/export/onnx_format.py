@@ -1,4 +1,4 @@
-"""ONNX: the file that onnxruntime and other serving systems run, in fp32, with weights in bf16, or in int8."""
+"""Exports to ONNX, which onnxruntime and other serving systems run: in fp32, with weights in bf16, or in int8."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from zerovision.delivery.export.output_folder import INPUT_NAME
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 
-MAX_BYTES = 2**31 - 2**24  # a protobuf message holds 2 GiB; some of it goes to the graph
-FOLD_BYTES = 2**31  # no constant is too large to be computed in advance
+MAX_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB, part of which the graph needs
+FOLD_BYTES = 2**31  # fold constants of any size
 ERRORS_ONLY = 3  # onnxruntime's log levels: 2 warnings, 3 errors
 
 
-STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # with a constant as their second operand
-# What passes 8-bit values on as they are; quantized only behind a layer that is.
+STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # if the second operand is a constant
+# Operators that pass 8-bit values on unchanged; they are quantized only after a quantized layer.
 PASSING_OPERATORS = ("Relu", "Clip", "MaxPool", "Reshape", "Transpose", "Flatten")
 CALIBRATION_BATCH = 32
 
 
 def write_onnx(job: ExportJob, path: Path) -> Path | None:
-    """Export the graph, store it in the job's precision, and write it; other files may be left beside it.
+    """Export the graph, convert it to the job's precision, and write it; temporary files may be left next to it.
 
-    onnx's own checker checks the file, with shape inference.
+    The file is validated by onnx's own checker, including shape inference.
 
     Returns:
-        The fp32 file to compare int8 with.
+        Path of the fp32 file to compare an int8 file with; None for other precisions.
     """
     model, fp32 = export_graph(job), None
     if job.settings.precision == "bf16":
@@ -58,9 +58,9 @@ def write_onnx(job: ExportJob, path: Path) -> Path | None:
 
 
 def open_onnx(path: Path, threads: int) -> Forward:
-    """Open the file in onnxruntime on the CPU, with this many threads per operator.
+    """Open the file in onnxruntime on the CPU, with `threads` threads per operator.
 
-    If it has several outputs, the first is returned.
+    If the model has several outputs, only the first is returned.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -75,10 +75,10 @@ def open_onnx(path: Path, threads: int) -> Forward:
 
 
 def export_graph(job: ExportJob) -> ModelProto:
-    """Return the network as an ONNX graph, opset 20, fp32: BatchNorm folded into convolutions, batch size dynamic.
+    """Return the network as an fp32 ONNX graph, opset 20, with BatchNorm folded and a dynamic batch size.
 
     Raises:
-        UserError: if its weights are too large for one ONNX file, or PyTorch cannot trace it.
+        UserError: if the weights are too large for one ONNX file, or if PyTorch cannot trace the network.
     """
     weight_bytes = sum(tensor.nbytes for tensor in job.module.state_dict().values())
     if weight_bytes > MAX_BYTES:
@@ -97,15 +97,15 @@ def export_graph(job: ExportJob) -> ModelProto:
             output_names=[use[output]["name"] for output in ("output", "class") if output in use],
             verbose=False,
         )
-    assert program is not None  # without a file's name the exporter returns it
-    # An LSTM's weights are put together by nodes from PyTorch's own; folded, they are constants again.
+    assert program is not None  # without a file name, the exporter returns the program
+    # Nodes in the graph assemble an LSTM's weights from PyTorch's; folding turns the result into constants again.
     model = optimizer.optimize(program.model_proto, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES)
     _strip(model)
     return model
 
 
 def _describe(model: ModelProto, job: ExportJob) -> None:
-    """Write class names, preprocessing and origin into the file's metadata, as JSON texts."""
+    """Write class names, preprocessing and origin into the file's metadata as JSON strings."""
     use = job.use()
     class_names = use.pop("class_names")
     facts = {"class_names": class_names, "preprocessing": use, "origin": job.origin}
@@ -115,7 +115,7 @@ def _describe(model: ModelProto, job: ExportJob) -> None:
 
 
 def _strip(model: ModelProto) -> None:
-    """Remove the exporter's notes about each node, such as stack traces with paths of this machine."""
+    """Remove the exporter's notes about each node, such as stack traces with paths on this machine."""
     graph = model.graph
     for entry in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
         del entry.metadata_props[:]
@@ -124,10 +124,10 @@ def _strip(model: ModelProto) -> None:
 
 
 def _store_in_bf16(model: ModelProto) -> None:
-    """Store matrices and kernels in bf16, each followed by a Cast to fp32; vectors stay as they are.
+    """Store matrices and kernels in bf16, each followed by a Cast to fp32; vectors are not changed.
 
-    onnxruntime's CPU kernels for convolutions do not support bf16; stored in bf16 and computed in fp32, the file runs
-    anywhere.
+    onnxruntime's CPU kernels for convolutions do not support bf16; a file with weights stored in bf16 and arithmetic in
+    fp32 runs anywhere.
     """
     casts = []
     for tensor in model.graph.initializer:
@@ -143,18 +143,18 @@ def _store_in_bf16(model: ModelProto) -> None:
 
 
 def quantize(model: ModelProto, calibration: torch.Tensor, fp32: Path) -> ModelProto:
-    """Return a graph in int8: static post-training quantization by onnxruntime.
+    """Return the graph in int8, quantized by onnxruntime's static post-training quantization.
 
-    A real number r is kept as an integer q of 8 bits, r = scale * (q - zero_point): equation 1 of Jacob et al. 2018,
-    arXiv:1712.05877. Weights have one scale per output channel and zero point 0; activations one scale and zero point
-    per tensor, from the range in the calibration images. The quantizer writes that as pairs of QuantizeLinear and
-    DequantizeLinear nodes (QDQ), and onnxruntime's kernels compute in integers between them. LSTMs stay in fp32,
-    because onnxruntime has no static int8 kernel for them.
+    A real number r is stored as an 8-bit integer q, with r = scale * (q - zero_point) (equation 1 of Jacob et al. 2018,
+    arXiv:1712.05877). Weights have one scale per output channel and a zero point of 0; activations have one scale and
+    zero point per tensor, from their range on the calibration images. The quantizer writes this as pairs of
+    QuantizeLinear and DequantizeLinear nodes (QDQ), between which onnxruntime's kernels compute in integers. LSTMs stay
+    in fp32, because onnxruntime has no static int8 kernel for them.
 
     Args:
         model: the result of `export_graph`.
         calibration: images of the training split, float32 [M, C, S, S].
-        fp32: the file of `model`; temporary files are left beside it.
+        fp32: file that contains `model`; temporary files are left next to it.
     """
     prepared, quantized = fp32.with_name("prepared.onnx"), fp32.with_name("quantized.onnx")
     quant_pre_process(fp32, prepared, skip_optimization=True, skip_symbolic_shape=True)
@@ -175,16 +175,16 @@ def quantize(model: ModelProto, calibration: torch.Tensor, fp32: Path) -> ModelP
         weight_type=QuantType.QInt8,
         nodes_to_quantize=layers,
         calibrate_method=CalibrationMethod.MinMax,
-        # one batch at a time: else all activations of all images are held at once
+        # one batch at a time; otherwise, the activations of all images are in memory together
         extra_options={"CalibStridedMinMax": 1},
     )
     result = onnx.load(quantized)
-    del result.graph.value_info[:]  # shapes of inner tensors: every reader infers them
+    del result.graph.value_info[:]  # shapes of intermediate tensors, which every reader infers
     return result
 
 
 class _CalibrationBatches(CalibrationDataReader):
-    """Images in batches, as onnxruntime's calibration asks for them."""
+    """Supplies images in batches to onnxruntime's calibration."""
 
     def __init__(self, images: torch.Tensor) -> None:
         self._batches = images.split(CALIBRATION_BATCH)
@@ -194,10 +194,10 @@ class _CalibrationBatches(CalibrationDataReader):
         return len(self._batches)
 
     def set_range(self, start_index: int, end_index: int) -> None:
-        """Start again, with a part of the batches."""
+        """Restart with the batches from `start_index` to before `end_index`."""
         self._remaining = iter(self._batches[start_index:end_index])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        """Return the next batch, None at the end."""
+        """Return the next batch; None at the end."""
         batch = next(self._remaining, None)
         return None if batch is None else {INPUT_NAME: batch.numpy()}

@@ -1,4 +1,4 @@
-"""The output folder of an export: the files beside the model, and files that are renamed once they are checked."""
+"""Manages the output folder of an export: files next to the model, and temporary files renamed after the check."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from zerovision.training.tasks.of_weights import THRESHOLDS, task_of
 
 PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME = "images", "logits"
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by number of channels; of other arrays the user knows them
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by number of channels; for arrays, only the user knows the channels
 DIVISORS = {"uint8": 255, "uint16": 65535, "int16": 32767, "float32": 1}
-# The same for every model: the names in it are those of the numbers beside it.
+# The text is the same for every model; the names in it refer to the values next to it in the JSON file.
 READING = (
     "Turn the image upright by its EXIF orientation and convert it to `channels`, transparent pixels on white unless "
     "they are RGBA (null: take the arrays as they are). Unless `shrink_to` is null, shrink files to 1/2, 1/4 or 1/8 as "
@@ -42,13 +42,13 @@ Publish = Callable[[dict[Path, str]], list[Path]]
 
 @contextmanager
 def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
-    """Yield a hidden folder inside the output folder, and the function that moves its files there.
+    """Yield a hidden folder inside the output folder, and a function that moves files from it to the output folder.
 
-    That function takes the files' names, in order, and returns their new paths. Leaving the block removes the hidden
-    folder, and after an error also the folders that were created for it.
+    The function takes the files with their new names, and returns their new paths in the same order. When the block
+    ends, the hidden folder is removed; after an error, so are the folders that were created for it.
 
     Raises:
-        UserError: instead of an OSError, such as for a full disk.
+        UserError: in place of an OSError, such as for a full disk.
     """
     folder = unfinished(output / "export", "tmp")
     made = [parent for parent in (output, *output.parents) if not parent.exists()]
@@ -69,7 +69,7 @@ def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
         made = []
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for parent in made:  # the innermost first; one that is not empty stays
+        for parent in made:  # innermost first; folders that are not empty stay
             with contextlib.suppress(OSError):
                 parent.rmdir()
 
@@ -78,7 +78,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the content of preprocessing.json.
 
     Args:
-        metadata: what `zerovision.training.checkpoint.weights.read_metadata` returned.
+        metadata: metadata returned by `zerovision.training.checkpoint.weights.read_metadata`.
     """
     preprocessing, task = metadata["preprocessing"], task_of(metadata)
     is_bytes = preprocessing.values == BYTES
@@ -113,7 +113,7 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
         facts: the result of `files_about`.
 
     Raises:
-        UserError: if not.
+        UserError: if `output` is not a folder, or if a file about another model would be overwritten.
     """
     if output.exists() and not output.is_dir():
         raise UserError(f"--output '{output}' is a file: give a folder.")
@@ -129,9 +129,9 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
 
 
 def files_about(metadata: dict[str, Any]) -> dict[str, bytes]:
-    """Return the content of preprocessing.json, and of class_map.txt if there is one, by file name."""
+    """Return the content of preprocessing.json, and of class_map.txt if the model has one, by file name."""
     text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
-    # Names of folders may contain bytes that are no text.
+    # Folder names may contain bytes that are not valid text.
     files = {PREPROCESSING: text.encode("utf-8", "backslashreplace")}
     names = class_map(metadata["class_names"])
     return files if names is None else files | {CLASS_MAP: names}

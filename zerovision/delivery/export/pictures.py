@@ -1,8 +1,9 @@
-"""Preprocessing inside an exported file: from pictures of any size to the probabilities of `predict`.
+"""Preprocessing inside an exported file, which maps pictures of any size to the probabilities of `predict`.
 
-PyTorch resizes bytes as bytes: columns first, then rows, with 16-bit weights, rounding after each. Here two matrix
-products do the same, because every runtime has them and few have a Resize with antialiasing. Their sums are whole
-numbers that float32 holds exactly: below 2^24, unless a picture is shrunk very far.
+PyTorch resizes 8-bit images in integers: first the columns, then the rows, with 16-bit weights, rounding after each
+step. This module does the same by two matrix products, because every runtime supports matrix products and few support
+an antialiased Resize. The sums are whole numbers below 2^24, which float32 represents exactly, unless a picture is
+shrunk very far.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.tasks.of_weights import task_of
 
 PICTURES, ANSWERS = "pictures", ("probabilities", "class")
-WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # of PyTorch's whole-numbered weights, the sign not counted; of their fractions
-EXAMPLE = (2, 37, 53)  # pictures, height and width: what is 1, or equal, would be taken for a constant
+WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # of PyTorch's integer weights, without the sign; of their fractions
+EXAMPLE = (2, 37, 53)  # pictures, height and width; sizes that are 1 or equal would become constants
 
 
 class FromPictures(nn.Module):
-    """A network with the steps of `predict` before and after it.
+    """Wraps a network with the steps that `predict` performs before and after it.
 
     Args:
-        network: float32 [N, C, H, W] to logits [N, classes].
-        metadata: the metadata of its weights.
+        network: network that maps float32 [N, C, H, W] to logits [N, classes].
+        metadata: metadata of the network's weights.
         calibration: the model's calibration, or None.
 
     Raises:
-        UserError: if it takes images that are not pictures, or uses a filter without antialiasing.
+        UserError: if the network takes images that are not 8-bit, or resized by a filter without antialiasing.
     """
 
     mean: torch.Tensor
@@ -54,7 +55,7 @@ class FromPictures(nn.Module):
             )
         self.task = task_of(metadata)
         self.views = calibration.views if calibration else PLAIN
-        for name in ("mean", "std"):  # vectors, which stay as they are where matrices are stored in 16 bits
+        for name in ("mean", "std"):  # vectors, which are not changed when matrices are stored in 16 bits
             self.register_buffer(name, torch.tensor(getattr(self.preprocessing, name)), persistent=False)
         bars = (255 * torch.tensor(self.preprocessing.mean, dtype=torch.float64)).round().clamp(0, 255).float()
         self.register_buffer("bars", bars, persistent=False)  # see `padded`
@@ -76,9 +77,9 @@ class FromPictures(nn.Module):
         return values.permute(0, 3, 1, 2)
 
     def resized(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Resize, and crop or pad as the run did: uint8 [N, h, w, C] to whole numbers, float32 [N, H, W, C]."""
+        """Resize and crop or pad uint8 [N, h, w, C] as the run did; return whole numbers as float32 [N, H, W, C]."""
         values = pictures.permute(0, 3, 1, 2).float()
-        # Counted by tensors, not in Python: what follows is part of the graph, and exact in float64.
+        # Computed with tensors, not in Python, so that the sizes are part of the graph; float64 is exact.
         pixels = [torch.arange(side, dtype=torch.float64) for side in pictures.shape[1:3]]
         there = torch.stack([numbers.max() + 1 for numbers in pixels])
         resized, first = self._geometry(there)
@@ -94,13 +95,13 @@ class FromPictures(nn.Module):
         return values
 
     def _geometry(self, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sides of the resized picture, and the position of its first pixel: float64 [2] each."""
+        """Return the sides of the resized picture, and the position in it of the output's first pixel: float64 [2]."""
         size, resize_size = self.preprocessing.image_size, self.preprocessing.resize_size
         pads, covered = self.preprocessing.fit == "pad", size if resize_size is None else resize_size
         wanted, around = (torch.tensor(sides(given), dtype=torch.float64) for given in (size, covered))
         if not pads and resize_size is None:
             return wanted, torch.zeros_like(wanted)
-        # The side that fills the shape, or the one that just covers it, decides.
+        # Scale by the side that fills the shape when padding, or by the one that just covers it when cropping.
         is_taller = around[0] * there[1] <= around[1] * there[0]
         axis = torch.where(is_taller, 0, 1) if pads else torch.where(is_taller, 1, 0)
         resized = around[axis] * there / there[axis]
@@ -112,9 +113,9 @@ class FromPictures(nn.Module):
     def _weights(
         self, pixels: torch.Tensor, side: torch.Tensor, resized: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return PyTorch's resize weights for bytes, float32 [positions, side]."""
+        """Return PyTorch's resize weights for 8-bit images, float32 [positions, side]."""
         step = side / resized
-        # A last row for the first pixel of the side: at the edges, which may be cut off, are the largest weights.
+        # Add a row for the first pixel of the side, because the largest weights are at the edges, which may be cropped.
         inside = torch.cat([torch.minimum(positions.clamp(min=0), resized - 1), torch.zeros_like(positions[:1])])
         mode = InterpolationMode(self.preprocessing.interpolation)
         weights = resize_weights(pixels, step * (inside + 0.5), step.clamp(min=1), mode)
@@ -123,7 +124,7 @@ class FromPictures(nn.Module):
         return ((weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc() / one).float()[:-1]
 
     def describe(self, use: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of preprocessing.json, changed to what the file takes and returns."""
+        """Return the content of preprocessing.json, adapted to the inputs and outputs of the file."""
         output = {key: value for key, value in use["output"].items() if key != "probabilities"}
         shape = ["batch", "height", "width", self.preprocessing.channels]
         return use | {

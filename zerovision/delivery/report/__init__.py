@@ -1,1 +1,1 @@
-"""One page that shows a run, or several side by side: a single HTML file that needs no network."""
+"""Writes a report that shows one run, or several side by side, in a single HTML file that needs no network."""

@@ -1,4 +1,4 @@
-"""Line charts of one run or several: SVG paths for the template, and the numbers as a table."""
+"""Lays out line charts of one or more runs: SVG paths for the template, and tables of the values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zerovision.delivery.pages import THIN, isolate, number, percent, plain, plu
 from zerovision.delivery.report.run_files import CPUS, CURVES, SYSTEM, History
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, merit, score_in
 
-Chart = dict[str, Any]  # as `draw` returns it
-POINTS_PER_CHART = 1600  # over all lines; about 25 bytes each in the page
-VIEW = 1000  # side of the SVG's own coordinates, which are stretched to the chart's size
+Chart = dict[str, Any]  # the result of `draw`
+POINTS_PER_CHART = 1600  # over all lines; each point takes about 25 bytes on the page
+VIEW = 1000  # side of the SVG's coordinate system, which is stretched to the chart's size
 MOST_DOTS = 60
 TABLE_ROWS = 32
 LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value
@@ -26,11 +26,11 @@ class Line(NamedTuple):
     """One line of a chart.
 
     Attributes:
-        name: shown in the legend and in the table.
-        style: index of color and dash pattern, from 1.
-        x, y: the points, float64 [N], x ascending; a y that is not finite leaves a gap.
-        switch: lines with the same value are toggled together by the legend, in all charts of the page.
-        is_faint: whether the line is thin, and without dots.
+        name: name of the line in the legend and in the table.
+        style: index of the color and dash pattern, starting at 1.
+        x, y: coordinates of the points, float64 [N], in ascending order of x; a non-finite y leaves a gap.
+        switch: key by which the legend toggles lines: all lines on the page with the same key are toggled together.
+        is_faint: whether to draw a thin line without dots.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Axis(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What surrounds the lines of a chart.
+    """The caption, axes and marks of a chart.
 
     Attributes:
-        caption: the caption; by default the last values.
+        caption: the caption; by default, it lists the last values.
         x_name: name of the horizontal axis.
         marks: values of x to mark.
-        is_percent: whether the values are shares of 0..1, to be written in percent.
-        from_zero: whether the vertical axis begins at 0; an axis that does not and is not in percent is logarithmic if
-            the values span more than a factor of `LOG_SCALE_FROM`.
-        is_x_log: whether the horizontal axis is logarithmic; otherwise it begins at 0.
+        is_percent: whether the values are shares in 0..1 to show as percentages.
+        from_zero: whether the vertical axis starts at 0. Otherwise, unless the values are percentages, the axis is
+            logarithmic if the values span more than a factor of `LOG_SCALE_FROM`.
+        is_x_log: whether the horizontal axis is logarithmic; otherwise, it starts at 0.
     """
 
     caption: str = ""
@@ -76,15 +76,15 @@ class Frame(NamedTuple):
     is_x_log: bool = False
 
     def write(self, value: float) -> str:
-        """Return a value of a line as text."""
+        """Format a value of a line as text."""
         return percent(value, decimals=2) if self.is_percent else number(value)
 
     def x_axis(self, low: float, high: float) -> Axis:
-        """Return the horizontal axis of these values."""
+        """Return the horizontal axis for values from `low` to `high`."""
         return log_axis(low, high) if self.is_x_log else linear_axis(0.0, high, plain, is_tight=True)
 
     def y_axis(self, low: float, high: float) -> Axis:
-        """Return the vertical axis of these values."""
+        """Return the vertical axis for values from `low` to `high`."""
         start = 0.0 if self.from_zero else low
         if self.is_percent:
             return linear_axis(start, high, lambda share: f"{100 * share:.4g}{THIN}%", highest=1.0)
@@ -97,10 +97,10 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
     """Lay out a chart.
 
     Args:
-        key: unique in the page.
-        title: a few words, with the unit.
-        lines: the lines; those without a finite point are left out.
-        frame: what surrounds them.
+        key: key of the chart, unique on the page.
+        title: title of a few words, including the unit.
+        lines: lines to draw; lines without a finite point are left out.
+        frame: caption, axes and marks of the chart.
 
     Returns:
         The values for the template, and `data` for report.js; None if no line has a finite point.
@@ -115,7 +115,7 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
     y_axis, write, caption = frame.y_axis(low, high), frame.write, frame.caption
     drawn = [_drawn(line, x_axis, y_axis, write) for line in lines]
     _spread_labels(drawn)
-    if not caption and len(lines) == 1 and high - low > abs(high) / 100:  # else a range says nothing
+    if not caption and len(lines) == 1 and high - low > abs(high) / 100:  # a smaller range says nothing
         caption = f"From {write(first)} to {drawn[0]['last']}; between {write(low)} and {write(high)}."
     in_script = ("name", "switch", "style", "x", "y")
     return {
@@ -141,10 +141,10 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
 
 
 def thin(line: Line, columns: int) -> Line:
-    """Keep the lowest and highest point in each column, and both ends; the columns have equal width.
+    """Keep only the lowest and highest point in each of `columns` columns of equal width, and both end points.
 
     Returns:
-        The line, with NaN for values that are not finite; a column without a finite value keeps one point.
+        The line, with NaN in place of non-finite values; a column without a finite value keeps one point.
     """
     x, y = line.x, np.where(np.isfinite(line.y), line.y, np.nan)
     if len(x) > 2 * columns:
@@ -160,7 +160,7 @@ def thin(line: Line, columns: int) -> Line:
 def linear_axis(
     low: float, high: float, write: Callable[[float], str], *, highest: float = math.inf, is_tight: bool = False
 ) -> Axis:
-    """Return an axis with ticks at multiples of 1, 2 or 5 times a power of ten; a tight one ends at the values."""
+    """Return an axis with ticks at multiples of 1, 2 or 5 times a power of ten; a tight axis ends at the values."""
     if high <= low:
         spread = abs(high) * 0.1 or 1.0
         low, high = (low if is_tight else low - spread), high + spread
@@ -176,7 +176,7 @@ def linear_axis(
 def log_axis(low: float, high: float) -> Axis:
     """Return a logarithmic axis over whole powers of ten with at most seven ticks."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    last = max(last, first + 1)  # of a single value
+    last = max(last, first + 1)  # for a single value
     powers = range(first, last + 1, max(1, math.ceil((last - first) / 6)))
     ticks = [(100 * (power - first) / (last - first), number(10.0**power, 1)) for power in powers]
     return Axis(10.0**first, 10.0**last, ticks, is_log=True)
@@ -187,11 +187,11 @@ def _drawn(line: Line, x_axis: Axis, y_axis: Axis, write: Callable[[float], str]
     finite = np.isfinite(line.y)
     across, down = VIEW * x_axis.place(line.x[finite]), VIEW * (1 - y_axis.place(line.y[finite]))
     points = [f"{_coordinate(x)} {_coordinate(y)}" for x, y in zip(across, down, strict=True)]
-    follows = np.append(False, finite[:-1])[finite]  # whether the point before is finite too
+    follows = np.append(False, finite[:-1])[finite]  # whether the previous point is also finite
     path = "".join(f"{'L' if draws else 'M'}{point}" for point, draws in zip(points, follows, strict=True))
     has_dots = len(finite) == 1 or (len(finite) <= MOST_DOTS and not line.is_faint)
     return line._asdict() | {
-        # Five digits are what a screen can show; JSON has no NaN.
+        # A screen cannot show more than five digits; JSON has no NaN.
         "x": [float(f"{x:.5g}") for x in line.x],
         "y": [float(f"{y:.5g}") if math.isfinite(y) else None for y in line.y],
         "path": path,
@@ -246,7 +246,7 @@ SHARES = ("val_top1", "train_top1", "val_top5")
 
 
 def single_run_charts(history: History) -> list[Chart]:
-    """Return the charts of one run that have points."""
+    """Return the charts of a single run, without empty charts."""
     resumes = [int(line["step"]) for line in history.events if line["kind"] == "resume"]
     marks = [step / history.steps_per_epoch for step in resumes] if history.steps_per_epoch else []
     marked = f"Dotted vertical lines mark {plural(len(marks), 'resume')}. " if marks else ""
@@ -307,7 +307,7 @@ def rate_search_chart(result: Mapping[str, Any] | None) -> Chart | None:
 
 
 def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:
-    """Return the charts that have points, with one line per run."""
+    """Return the charts of several runs with one line per run, without empty charts."""
     charts = []
     for key, title in OVERLAID.items():
         lines = [
@@ -319,7 +319,7 @@ def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[
 
 
 def _line(history: History, column: str, name: str, style: int, switch: str = "") -> Line:
-    """Return a column of the logging points or of the epochs as a line over epochs."""
+    """Return a column of the logging points or of the epochs as a line plotted over epochs."""
     if column in (*CURVES, *SYSTEM, *CPUS):
         x, y = np.array(history.steps) / (history.steps_per_epoch or 1), np.array(history.columns[column])
     else:

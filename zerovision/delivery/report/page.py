@@ -1,4 +1,4 @@
-"""Writes the page, once or whenever a training run logs; says whether runs differ significantly."""
+"""Writes the report page, once or whenever a run logs, and tests whether runs differ significantly."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from zerovision.training.base.run_folder import (
 RELOAD_SECONDS = 4
 MOST_RUNS = STYLES  # so that no two lines look the same
 MOST_RUNS_WITH_MATRIX = 4
-IMAGES_OF_ALL_RUNS = 32  # of each kind
+IMAGES_OF_ALL_RUNS = 32  # sample images of each kind
 POLL_SECONDS = 2.0
-LARGEST_SHARE_OF_TIME = 0.1  # for writing: the training needs the processor too
-# A run writes its evaluation after its last line, so the page is written until nothing has changed for a while.
+LARGEST_SHARE_OF_TIME = 0.1  # for writing, because training needs the processor
+# A run writes its evaluation after its last log line, so the page is rewritten until the files stop changing.
 POLLS_AFTER_THE_END = 3
-POLLS_WITHOUT_CHANGE = 30  # after which the page is written again: the run may count as crashed now
-SIGNIFICANT = 0.05  # the probability below which two runs are said to differ
+POLLS_WITHOUT_CHANGE = 30  # then the page is rewritten, because the run may have crashed
+SIGNIFICANT = 0.05  # p-value below which two runs are reported to differ
 
 
 def run(settings: ReportSettings) -> int:
-    """Write the page as the command line says, and with --watch keep it up to date."""
+    """Write the page, keep it up to date with --watch, and return the exit code."""
     folders = [*dict.fromkeys(map(find_run, settings.runs))]
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     output = Path(os.path.expanduser(settings.output)) if settings.output else default
@@ -61,12 +61,12 @@ def run(settings: ReportSettings) -> int:
 
 
 def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = False) -> bool:
-    """Write the page of one run or several.
+    """Write the page for one or more runs.
 
     Args:
         folders: the runs' folders.
         output: the HTML file, replaced atomically.
-        is_watched: whether it will be written again while a run trains; the page then reloads itself.
+        is_watched: whether the page will be rewritten while a run trains; if so, it reloads itself.
 
     Returns:
         Whether a run is still training.
@@ -97,13 +97,13 @@ def watch(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write the page now and whenever the runs' files grow, until all runs end or Ctrl-C is pressed.
+    """Write the page now and whenever the runs' files change, until all runs end or Ctrl-C is pressed.
 
     Args:
         folders: the runs' folders.
         output: the HTML file.
-        log: writes a line for the user.
-        sleep: waits for the seconds between two polls of the files.
+        log: function that prints a line for the user.
+        sleep: function that waits for a number of seconds between two polls of the files.
 
     Raises:
         UserError: see `write_report`.
@@ -125,11 +125,11 @@ def watch(
                 writing_seconds = time.perf_counter() - start
     except KeyboardInterrupt:
         pass
-    write_report(folders, output)  # without the reload
+    write_report(folders, output)  # without automatic reloading
 
 
 def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return size and time of the files that a run writes; zeros for missing files."""
+    """Return the size and modification time of each file that the runs write; zeros for missing files."""
     found = []
     for folder in folders:
         for path in (folder / METRICS, folder / EVALUATION / SCORES, folder / EVALUATION / f"{WORST}.csv"):
@@ -142,7 +142,7 @@ def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
 
 
 def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, Any]:
-    """Return what the template shows for one of the runs."""
+    """Return the values that the template shows for a run."""
     run, key = read_run(folder), f"run{position}"
     history = run.history
     shown = {"key": key, "name": name, "style": position % STYLES + 1, "folder": str(folder), "notes": run.notes}
@@ -157,7 +157,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
                 "classes": class_table(run.scores),
                 "calibration": calibration_chart(f"calibration-{key}", run.scores),
                 "confusion": None
-                if "task" in run.scores  # several labels are not confused with each other
+                if "task" in run.scores  # several labels per image: no confusion matrix
                 else confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
                 "images": sample_images(run, WORST, most),
                 "typical": sample_images(run, TYPICAL, most),
@@ -182,7 +182,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def _render(runs: Sequence[dict[str, Any]], comparisons: Sequence[str], *, is_live: bool) -> str:
-    """Return the page as HTML; a live one reloads itself every few seconds."""
+    """Return the page as HTML; a live page reloads itself every few seconds."""
     histories, names = [run["history"] for run in runs], [run["name"] for run in runs]
     is_single = len(runs) == 1
     charts = single_run_charts(histories[0]) if is_single else overlaid_charts(histories, names)
@@ -211,14 +211,14 @@ def _render(runs: Sequence[dict[str, Any]], comparisons: Sequence[str], *, is_li
 
 
 class Judged(NamedTuple):
-    """The images of an evaluation, as a hash, and whether the model is right on each: bool [N]."""
+    """A hash of the images of an evaluation, and whether the model classifies each image correctly, bool [N]."""
 
     images: str
     right: np.ndarray
 
 
 def compare(folders: Sequence[Path]) -> list[str]:
-    """Return one sentence for each other run: whether it differs significantly from the first.
+    """Return a sentence for each run after the first that says whether it differs significantly from the first run.
 
     Raises:
         UserError: if the scores of a run are damaged.
@@ -230,17 +230,17 @@ def compare(folders: Sequence[Path]) -> list[str]:
 
 
 def mcnemar(right: np.ndarray, other: np.ndarray) -> tuple[int, int, float]:
-    """Return on how many images only one of two models is right, for each, and the p-value.
+    """Return on how many images only the first and only the second model is right, and the p-value.
 
-    McNemar 1947 (https://doi.org/10.1007/BF02295996), in its exact form: if the models do not differ, each is equally
-    likely to be the one that is right. Dietterich 1998 (https://doi.org/10.1162/089976698300017197) recommends the test
-    for models that were trained once.
+    This is the exact form of McNemar's test (1947, https://doi.org/10.1007/BF02295996): if the models do not differ,
+    each is equally likely to be the one that is right. Dietterich 1998 (https://doi.org/10.1162/089976698300017197)
+    recommends the test for models that were trained only once.
 
     Args:
         right: bool [N], whether the first model is right.
-        other: the same for the second model.
+        other: bool [N], whether the second model is right.
     """
-    from scipy.stats import binomtest  # seconds, which a page of one run does not take
+    from scipy.stats import binomtest  # takes seconds, and a page of one run does not need it
 
     alone, other_alone = int((right & ~other).sum()), int((other & ~right).sum())
     either = alone + other_alone

@@ -1,4 +1,4 @@
-"""The best epoch's evaluation: scores of each class, confused classes, calibration, misclassified images."""
+"""The best epoch's evaluation: scores per class, confused classes, calibration, and misclassified images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JPEG_QUALITY = 80
 
 
 def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores of the classes; if there are more than `MOST_CLASSES_LISTED`, those with the lowest F1.
+    """Return the scores per class; with more than `MOST_CLASSES_LISTED` classes, only those with the lowest F1.
 
     Returns:
         `rows` of (name, images, predictions, precision, recall, F1), `averages` of (name, precision, recall, F1), and
@@ -49,9 +49,9 @@ def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> dict[st
     """Return the most frequent mistakes, and the confusion matrix if it is requested and small enough.
 
     Returns:
-        `names` of the classes; `matrix`, a row for each true class with (images, shade of 0 to `SHADES`) for each
-        predicted one, or empty; `pairs` of (true class, predicted class, images, share of the true class); the number
-        of pairs that are `left_out`, and of all `misclassified` images.
+        `names` of the classes; `matrix`, which is empty or has a row for each true class with (images, shade from 0 to
+        `SHADES`) for each predicted class; `pairs` of (true class, predicted class, images, share of the true class);
+        the number of pairs that are `left_out`; the number of `misclassified` images.
     """
     names = [clip(str(one["name"])) for one in scores["classes"]]
     support = [one["support"] for one in scores["classes"]]
@@ -94,9 +94,9 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
 
 
 def sample_images(run: RunFiles, kind: str, most: int = MOST_IMAGES) -> list[dict[str, str]]:
-    """Return sample images of an evaluation: of `WORST` only the misclassified ones, of `TYPICAL` all.
+    """Return sample images of an evaluation: only misclassified images for `WORST`, and all images for `TYPICAL`.
 
-    `data_uri` is empty if the file cannot be read; `why`, the explanation, is empty if there is none.
+    `data_uri` is empty if the image cannot be read; `why` is empty if there is no picture that explains the prediction.
     """
     if run.scores is None:
         return []
@@ -120,7 +120,7 @@ def sample_images(run: RunFiles, kind: str, most: int = MOST_IMAGES) -> list[dic
 
 
 def _data_uri(path: Path) -> str:
-    """Return a PNG file as a data URI, as JPEG if it is large; empty if it cannot be read."""
+    """Return a PNG file as a data URI, converted to JPEG if it is large; '' if it cannot be read."""
     try:
         content = read_file(path)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:

@@ -19,7 +19,7 @@ from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.values import OF_ONE_RUN, launch_command
 
 LONGEST_REASON = 300
-SILENT_SECONDS = 900.0  # without a line in metrics.jsonl a run counts as crashed
+SILENT_SECONDS = 900.0  # a run that logs nothing for this long is reported as crashed
 SPANS = {
     "data": "waiting for images",
     "forward": "the model and its loss",
@@ -44,18 +44,18 @@ LANES = {
     "diverged": "diverged",
     "checkpoint": "checkpoints",
 }
-MOST_MARKS = 200  # of one kind on the time line
+MOST_MARKS = 200  # of one kind on the timeline
 
 
 class Status(NamedTuple):
-    """Finished, diverged, stopped, gave up, running, crashed or not started, and a sentence about it."""
+    """A run's status: finished, diverged, stopped, gave up, running, crashed or not started, with a sentence on it."""
 
     word: str
     sentence: str
 
     @property
     def is_running(self) -> bool:
-        """Whether more lines are expected."""
+        """Whether the run is expected to log more lines."""
         return self.word in ("running", "not started")
 
 
@@ -70,7 +70,7 @@ class Fact(NamedTuple):
 
 
 class ShareRow(NamedTuple):
-    """A span of time, or a rank: its value as text, its shares of the sum and of the largest value."""
+    """A row for a span of time or for a rank: the value as text, and its shares of the total and the largest value."""
 
     name: str
     meaning: str
@@ -80,7 +80,7 @@ class ShareRow(NamedTuple):
 
 
 class Breakdown(NamedTuple):
-    """Rows that add up to a total, and remarks on them."""
+    """Rows that add up to a total, and remarks about the rows."""
 
     rows: list[ShareRow]
     total: str
@@ -91,8 +91,8 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
     """Return the status of a run.
 
     Args:
-        run: its files.
-        now: Unix seconds, by default the current time.
+        run: files of the run.
+        now: Unix time in seconds; by default, the current time.
     """
     history, epochs, best = run.history, run.config.get("epochs"), run.history.best_epoch
     done, end = max(history.epochs, default=0), history.processes[-1].end
@@ -129,14 +129,14 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
 
 
 def describe(run: RunFiles) -> str:
-    """Return one line about what was trained, on what, and how."""
+    """Return a line with the model, data, strategy, number of ranks and precision of a run."""
     model, data, strategy = (clip(str(run.config.get(name, "?"))) for name in ("model_type", "data", "strategy"))
     facts = [f"{model} on {data}", strategy, _ranks(run), str(run.environment.get("precision", ""))]
     return ", ".join(fact for fact in facts if fact)
 
 
 def command_of(run: RunFiles) -> str:
-    """Return the command that repeats the run; its original command if a setting belongs to another version."""
+    """Return the command that repeats the run, or its original command if a setting belongs to another version."""
     ranks, started_by = run.environment.get("ranks"), str(run.environment.get("command", ""))
     if not isinstance(ranks, int):
         return started_by
@@ -148,7 +148,7 @@ def command_of(run: RunFiles) -> str:
 
 
 def key_figures(run: RunFiles) -> Iterator[Fact]:
-    """Yield the scores of the best epoch, time, speed and memory, as far as they are known."""
+    """Yield the scores of the best epoch, and the time, speed and memory of the run, if they are known."""
     yield from _scores(run)
     history, ranks = run.history, _ranks(run)
     spans = [process.spans() for process in history.processes]
@@ -177,7 +177,7 @@ def key_figures(run: RunFiles) -> Iterator[Fact]:
 
 
 def _pipeline(line: Mapping[str, Any]) -> Fact:
-    """Return how balanced the stages or an ensemble's members are, and how long a rank waits."""
+    """Return how balanced the pipeline stages or the ensemble's members are, and how long a rank waits."""
     shares, waited = ", ".join(percent(share, 0) for share in line["stage_shares"]), percent(line["wait_share"], 0)
     if "members" in line:
         members = clip(" | ".join(map(str, line["members"])), LONGEST_REASON)
@@ -188,7 +188,7 @@ def _pipeline(line: Mapping[str, Any]) -> Fact:
 
 
 def time_breakdown(history: History) -> Breakdown | None:
-    """Return the time of each span over all starts of a run; None if nothing was logged."""
+    """Return the time of each span, summed over all starts of a run; None if nothing was logged."""
     spans: dict[str, float] = dict.fromkeys(SPANS, 0.0)
     for process in history.processes:
         for name, value in process.spans().items():
@@ -209,7 +209,7 @@ def time_breakdown(history: History) -> Breakdown | None:
 
 
 def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
-    """Return the peak memory of each rank in bytes; if there are more than `MOST_RANKS`, the highest."""
+    """Return the peak memory of each rank in bytes; with more than `MOST_RANKS` ranks, only the highest peaks."""
     if not peaks:
         return None
     ranks, remarks = list(range(len(peaks))), []
@@ -224,7 +224,7 @@ def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
 
 
 def settings(run: RunFiles) -> list[Fact]:
-    """Return the configuration, non-default settings first."""
+    """Return the configuration, with non-default settings first."""
     facts = []
     for name, value in run.config.items():
         default = FIELDS[name].default if name in FIELDS else None
@@ -234,7 +234,7 @@ def settings(run: RunFiles) -> list[Fact]:
 
 
 def environment_facts(run: RunFiles) -> list[Fact]:
-    """Return hardware, versions and code of a run."""
+    """Return the facts about a run's hardware, software versions and code."""
     environment = dict(run.environment)
     if "command" in environment:
         environment["started as"] = environment.pop("command")
@@ -246,20 +246,20 @@ def environment_facts(run: RunFiles) -> list[Fact]:
 
 
 def side_by_side(runs: Sequence[Sequence[Any]]) -> list[tuple[str, list[Any]]]:
-    """Return each name, in order of appearance, with every run's row, or None if a run lacks it."""
+    """Return each name, in order of first appearance, with the row of every run; None for a run that lacks the name."""
     by_name = [{row.name: row for row in run} for run in runs]
     names = dict.fromkeys(name for rows in by_name for name in rows)
     return [(name, [rows.get(name) for rows in by_name]) for name in names]
 
 
 def differences(runs: Sequence[Sequence[Fact]]) -> list[tuple[str, list[str]]]:
-    """Return the names whose values differ, with the value of each run; '–' if a run lacks it."""
+    """Return the names whose values differ, with the value of each run; '–' for a run that lacks the name."""
     values = [(name, [row.value if row else "–" for row in rows]) for name, rows in side_by_side(runs)]
     return [(name, row) for name, row in values if len(set(row)) > 1]
 
 
 def _scores(run: RunFiles) -> Iterator[Fact]:
-    """Yield the best epoch's scores, from the log only if there is no evaluation."""
+    """Yield the best epoch's scores, taken from the log only if there is no evaluation."""
     scores, test, best, found = run.scores, run.test_scores, run.history.best_epoch, run.calibration
     if scores:
         correct, epoch = round(scores["top1"] * scores["samples"]), scores.get("epoch", "?")
@@ -286,7 +286,7 @@ def _scores(run: RunFiles) -> Iterator[Fact]:
         on = f"on {plural(facts['samples'], 'image')}, {facts['split']}"
         yield Fact("calibration error, calibrated", value, f"temperature {number(found.temperature)}; {kept}; {on}")
     name = run.config.get("best_by", "top1")
-    if best and name not in IN_EVERY_LINE:  # by which the best epoch was chosen
+    if best and name not in IN_EVERY_LINE:  # the score by which the best epoch was chosen
         yield Fact(SCORE_NAMES.get(name, name), percent(score_in(best)[1], 2), _interval(scores, name))
     if classes := [one for one in scores["classes"] if one["support"]] if scores else []:
         lowest = min(classes, key=lambda one: one["recall"])
@@ -299,7 +299,7 @@ def _scores(run: RunFiles) -> Iterator[Fact]:
 
 
 def _interval(scores: Mapping[str, Any] | None, name: str) -> str:
-    """Return the interval of a score in brackets, empty if it has none."""
+    """Return the interval of a score in brackets; '' if the score has no interval."""
     return _brackets(interval_of(scores, name), is_share=name != "loss") if scores else ""
 
 
@@ -311,7 +311,7 @@ def _brackets(interval: Interval | None, *, is_share: bool = True) -> str:
 
 
 def _images_per_second(history: History) -> float | None:
-    """Return the speed from the `end` line if the run started once, else from the logged intervals."""
+    """Return the speed from the `end` line if the run was started once, and otherwise from the logged intervals."""
     end = history.processes[-1].end or {}
     if len(history.processes) == 1 and isinstance(end.get("images_per_second"), float):
         return end["images_per_second"]
@@ -327,7 +327,7 @@ def _show(value: Any) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
-    """Return a row for each value, named by its path; the `model` in `model.model_type` is left out."""
+    """Return a row for each value, named by its path without repetition: `model.model_type` becomes "model type"."""
     rows = []
     for key, value in values.items():
         name = str(key).replace("_", " ")

@@ -32,9 +32,9 @@ from zerovision.training.base.run_folder import (
 from zerovision.training.engines.settings import WAYS
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
-# Of rank 0; in lines of some versions and devices only.
+# Measured on rank 0; logged only by some versions and on some devices.
 SYSTEM = ("memory_bytes", "memory_allocated_bytes", "gpu_utilization", "data_wait_share", "disk_free_bytes")
-CPUS = ("lowest_cpu_utilization", "highest_cpu_utilization")  # of the machines
+CPUS = ("lowest_cpu_utilization", "highest_cpu_utilization")  # among the machines
 EVENTS = ("skipped_step", "wrong_gradient", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
@@ -44,8 +44,8 @@ class Process:
     """One start of a run.
 
     Attributes:
-        logged_seconds: seconds of each span in the logged intervals, and of evaluations and saves between them.
-        end: the `end` line, None if there is none.
+        logged_seconds: seconds of each span in the logged intervals, and of evaluations and saves between intervals.
+        end: the `end` line; None if the process did not log one.
         gap_seconds: seconds from the last line of the previous process to the first of this one.
         follows_failure: whether the previous process has no `end` line.
     """
@@ -56,7 +56,7 @@ class Process:
     follows_failure: bool = False
 
     def spans(self) -> dict[str, float]:
-        """Return the seconds of each span, from the complete `end` line if there is one."""
+        """Return the seconds of each span, taken from the `end` line if the process logged one."""
         if self.end is None:
             return dict(self.logged_seconds)
         spans = {name: share * self.end["seconds"] for name, share in self.end["time_shares"].items()}
@@ -64,24 +64,24 @@ class Process:
 
 
 class History:
-    """The lines of metrics.jsonl: curves use the latest line of each step, times add up all lines.
+    """The lines of metrics.jsonl: curves use the latest line of each step, and times are summed over all lines.
 
     Attributes:
-        steps: the optimizer step of each logging point, ascending.
-        columns: for each name in `CURVES`, `SYSTEM` and `CPUS`, the values at `steps`, NaN if missing; and the steps
-            and seconds of the interval before.
-        epochs: the line of each epoch.
+        steps: the optimizer step of each logging point, in ascending order.
+        columns: the values at `steps`, or NaN, for each name in `CURVES`, `SYSTEM` and `CPUS`; also the numbers of
+            steps and seconds in the interval before each of `steps`.
+        epochs: the line of each epoch, by epoch number.
         events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
-        checkpoints: the lines of saved checkpoints.
-        pipeline: the latest line about the stages that the model is cut into, or None.
-        rounds: the lines about outer steps of islands, by number.
-        processes: one for each start of the run.
-        repeated_steps, repeated_seconds: logged training that was repeated after restarts.
-        logged_images, logged_seconds: the sums over all logged intervals, including repeated ones.
-        memory_bytes_per_rank: the peak of each rank; only rank 0's before the first epoch ends.
-        first_time, last_time: Unix seconds of the first and the last line, None if there is none.
-        last_kind: kind of the last line, empty if there is none.
-        steps_per_epoch, total_steps: of the latest `step` line, 0 if there is none.
+        checkpoints: lines about saved checkpoints.
+        pipeline: the latest line about the stages of a pipeline; None without a pipeline.
+        rounds: lines about outer steps of islands, by round number.
+        processes: one `Process` for each start of the run.
+        repeated_steps, repeated_seconds: amount of logged training that was repeated after restarts.
+        logged_images, logged_seconds: sums over all logged intervals, including repeated intervals.
+        memory_bytes_per_rank: peak memory of each rank; before the first epoch ends, only that of rank 0 is known.
+        first_time, last_time: Unix times of the first and last lines in seconds; None if nothing was logged.
+        last_kind: kind of the last line; '' if nothing was logged.
+        steps_per_epoch, total_steps: values in the latest `step` line; 0 before the first such line.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class History:
         self.last_kind = ""
         self.steps_per_epoch = self.total_steps = 0
         self._last_step = 0
-        self._gap_seconds: float | None = None  # before a start that has logged no more than `resume`
+        self._gap_seconds: float | None = None  # before a start that has logged only `resume`
 
     def add(self, line: dict[str, Any]) -> None:
         """Add the next line; unknown kinds are ignored.
@@ -119,13 +119,13 @@ class History:
                 self._add_epoch(line)
             case "resume":
                 self._forget_after(int(line["step"]))
-                # What finds nothing left to train logs no more than this, and is no start.
+                # A process that finds nothing left to train logs only this line, and does not count as a start.
                 if self.last_time is not None:
                     self._gap_seconds = (self._gap_seconds or 0.0) + max(when - self.last_time, 0.0)
                 self.events.append(line)
             case "checkpoint":
                 self.checkpoints.append(line)
-                # Within an epoch the stall is part of a logged interval.
+                # Within an epoch, the stall is part of a logged interval.
                 if self.steps_per_epoch and int(line["step"]) % self.steps_per_epoch == 0:
                     self.processes[-1].logged_seconds["saving"] += float(line["stall_seconds"])
             case "pipeline":
@@ -146,17 +146,17 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The step of the last logging point, 0 before the first."""
+        """The step of the last logging point; 0 before the first logging point."""
         return self.steps[-1] if self.steps else 0
 
     @property
     def best_epoch(self) -> Mapping[str, Any] | None:
-        """The line of the best epoch, None if there is none."""
+        """The line of the best epoch; None if there is no best epoch."""
         return best_epoch(self.epochs.values())
 
     @property
     def divergence(self) -> str:
-        """Why the last epoch counts as diverged, empty if it does not."""
+        """Why the last epoch diverged; '' if it did not diverge."""
         return str(self.epochs[max(self.epochs)].get("diverged") or "") if self.epochs else ""
 
     def _add_step(self, line: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class History:
         values |= dict(zip(CPUS, (cpus[0], cpus[-1]), strict=True))
         self.steps_per_epoch, self.total_steps = int(line["steps_per_epoch"]), int(line["total_steps"])
         went_back = step <= self._last_step
-        if went_back:  # restarted without a checkpoint, so no `resume` line gives the step
+        if went_back:  # restarted without a checkpoint, so there was no `resume` line with the step
             self._forget_after((int(line["epoch"]) - 1) * self.steps_per_epoch)
         steps = max(step - self._last_step, 1)
         if went_back and self.last_time is not None:
@@ -195,7 +195,7 @@ class History:
         self._gap_seconds = None
 
     def _forget_after(self, step: int) -> None:
-        """Drop the logging points and epochs after a step, from which training was repeated."""
+        """Drop the logging points and epochs after a step, because training is repeated from there."""
         keep = bisect.bisect_right(self.steps, step)
         for place in range(keep, len(self.steps)):
             steps = self.columns["interval_steps"][place]
@@ -246,16 +246,16 @@ class RunFiles:
     """The content of a run's folder.
 
     Attributes:
-        folder: the folder.
-        config, environment: the JSON objects; empty if the file is missing.
-        history: the lines of metrics.jsonl.
-        scores: evaluation/scores.json, None if it is missing.
-        test_scores: scores of the test part, or None.
-        calibration: the weights' calibration, or None.
-        rate_search: learning_rate.json, None without a search.
-        parameters: the number of values in the weights file, with BatchNorm buffers; None if it is missing.
+        folder: the run's folder.
+        config, environment: content of config.json and environment.json; empty if the file is missing.
+        history: content of metrics.jsonl.
+        scores: content of evaluation/scores.json; None if the file is missing.
+        test_scores: scores of the test part; None if the test part was not evaluated.
+        calibration: calibration of the weights; None if they are not calibrated.
+        rate_search: content of learning_rate.json; None if there was no search.
+        parameters: number of values in the weights file, including BatchNorm buffers; None if the file is missing.
         notes: a sentence for each missing file.
-        batch_search: batch_size.json, None without a search.
+        batch_search: content of batch_size.json; None if there was no search.
     """
 
     folder: Path
@@ -272,7 +272,7 @@ class RunFiles:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the name of each run; the folder if several have the same name."""
+    """Return the name of each run, or its folder if several runs have the same name."""
     names = [folder.name for folder in folders]
     return [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
 
@@ -315,7 +315,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
-    """Return the number of images per optimizer step over all ranks, None if a factor is unknown."""
+    """Return the number of images per optimizer step over all ranks; None if a factor is unknown."""
     factors = (config.get("batch_size"), config.get("gradient_accumulation_steps", 1), environment.get("ranks"))
     shared_by = [config.get(way.flag, 1) for way in WAYS if way.division]
     if not all(isinstance(factor, int) and factor > 0 for factor in (*factors, *shared_by)):
