@@ -64,7 +64,7 @@ class CheckImages:
         return len(self.labels)
 
     def is_right(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return whether each image's highest logit [N, classes] is that of its class or one of its classes, bool [N]."""
+        """Return, as bool [N], whether an image's highest logit [N, classes] is that of its class or of one of them."""
         return self.task.hits(logits.argmax(1, keepdim=True), self.labels)[:, 0]
 
 
