@@ -1,4 +1,4 @@
-"""Finds the first step at which two runs that should be equal differ, and what differs."""
+"""Finds the first step at which two supposedly equal runs differ, and what differs."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Difference:
     """The result of comparing two runs.
 
     Attributes:
-        compared: number of steps for which both have hashes.
-        last_equal: the last of these before the first difference, or 0.
-        settings: lines about configuration, surroundings and images, whether or not a step differs.
-        step: the first step at which they differ, or 0.
+        compared: number of steps for which both runs have hashes.
+        last_equal: the last compared step before the first difference, or 0.
+        settings: lines about differences in configuration, environment and images, even if no step differs.
+        step: the first step at which the runs differ, or 0.
         found: the differences at that step.
     """
 
@@ -74,11 +74,11 @@ class Difference:
 
 
 def compare(first: Path, second: Path) -> Difference:
-    """Compare two runs by the hashes that `--log-hashes` wrote; for a repeated step, the later line counts.
+    """Compare two runs by the hashes that `--log-hashes` wrote; for a repeated step, the later line is used.
 
     Args:
-        first: folder of a run.
-        second: folder of the run to compare.
+        first: folder of the first run.
+        second: folder of the second run.
 
     Raises:
         UserError: if a run has no hashes, the runs share no step with hashes, or their networks differ.
@@ -106,7 +106,7 @@ def compare(first: Path, second: Path) -> Difference:
 
 
 def compare_step(one: Mapping[str, Any], other: Mapping[str, Any]) -> StepDifference:
-    """Compare two lines of hashes of a step; leaves are compared if both runs have equally many."""
+    """Compare the hashes of a step in two runs; leaves are compared only if both runs have equally many leaves."""
     leaves = [side.get("leaves", []) for side in (one, other)]
     pairs = [*zip(*leaves, strict=True)] if len(leaves[0]) == len(leaves[1]) else []
     words = [_differing(number, *pair) for number, pair in enumerate(pairs, start=1)]
@@ -116,7 +116,7 @@ def compare_step(one: Mapping[str, Any], other: Mapping[str, Any]) -> StepDiffer
 
 
 def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Describe the first difference of a leaf, in the order of computation; '' if there is none."""
+    """Describe the first difference between two leaves, in the order of computation; '' if they do not differ."""
     what = next((kind for kind in OF_LEAF if kind in one.keys() & other.keys() and one[kind] != other[kind]), "")
     ranks = " | ".join(map(str, dict.fromkeys((one["rank"], other["rank"]))))
     same = {"images": "", "outputs": " of the same images", "gradients": " of the same images and outputs"}
@@ -124,7 +124,7 @@ def _differing(number: int, one: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def lines_of(difference: Difference) -> Iterator[str]:
-    """Yield what to print."""
+    """Yield the lines to print."""
     last, found = difference.last_equal, difference.found
     if found is None:
         yield f"equal        at all {difference.compared} steps with hashes, up to step {last}"
@@ -145,7 +145,7 @@ def lines_of(difference: Difference) -> Iterator[str]:
 
 
 def read_hashes(run: Path) -> dict[int, dict[str, Any]]:
-    """Return a run's lines of hashes by step; the later one if a step was trained twice.
+    """Return a run's hashes by step; if a step was trained twice, the later hashes are returned.
 
     Raises:
         UserError: if metrics.jsonl cannot be read.

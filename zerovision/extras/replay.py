@@ -1,6 +1,6 @@
-"""Repeats one step of a run in this process, from the checkpoint before it, and records its details.
+"""Repeats one step of a run in this process, starting from the last checkpoint before it, and records its details.
 
-The micro-batches of all ranks are accumulated in one process, which gives the same bytes.
+The micro-batches of all ranks are accumulated in one process, which produces the same bytes.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from zerovision.training.world.mesh_sizes import data_ranks
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import start_world
 
-MOST_PICTURES = 600  # of one sheet
+MOST_PICTURES = 600  # on one sheet
 
 
 @dataclass
 class WatchedStep:
-    """An `accumulate.Step` that records the inputs and results of one step, and ends the training after it.
+    """An `accumulate.Step` that records the inputs and results of one step, and stops training after it.
 
     Attributes:
-        number: number of that step in the run, from 1.
+        number: number of the recorded step in the run, counted from 1.
         context: context of the replay.
-        before, after: the parameters by name, float32 in CPU memory.
+        before, after: parameters before and after the step, by name, float32 in CPU memory.
         gradients: gradients of the trained parameters, before clipping.
-        seen: each micro-batch, with images as the network saw them, and its losses [B].
-        hashes: the step's hashes as `zerovision.training.observe.step_hashes.StepHashes` has them.
+        seen: each micro-batch, with images as the network saw them, and the losses of these images, [B].
+        hashes: hashes of the step, in the format of `zerovision.training.observe.step_hashes.StepHashes`.
     """
 
     number: int
@@ -92,7 +92,7 @@ class WatchedStep:
 
     @functools.cached_property
     def hasher(self) -> StepHashes:
-        """Hashes only this step."""
+        """The object that hashes only the recorded step."""
         context = self.context
         return StepHashes(1, context.world, context.plan.leaves, context.state.engine, Loggers([]))
 
@@ -102,7 +102,7 @@ class WatchedStep:
 
 
 def run(settings: ReplaySettings) -> int:
-    """Replay the step that the command line names."""
+    """Replay the requested step, and return the exit code."""
     folder = find_run(settings.run)
     output = Path(os.path.expanduser(settings.output)) if settings.output else folder / f"replay-{settings.step}"
     if output.exists():
@@ -117,10 +117,10 @@ def run(settings: ReplaySettings) -> int:
 
 @preserved_process()
 def replay(run: Path, number: int) -> WatchedStep:
-    """Repeat step `number`, from 1, of the run in a folder; its files go to a temporary folder.
+    """Repeat step `number` (counted from 1) of a run; the replay writes only to a temporary folder.
 
     Raises:
-        UserError: if the run has no such step, its data or configuration is missing, or its ranks trained separately.
+        UserError: if the run has no such step, data or configuration is missing, or the ranks trained independently.
     """
     config, facts = read_run_config(run), read_json(run / ENVIRONMENT)
     if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
@@ -147,7 +147,7 @@ def replay(run: Path, number: int) -> WatchedStep:
 
 
 def _trained_steps(run: Path, planned: int) -> int:
-    """Return the last step that a run logged, even if it went back later; `planned` if there is no log."""
+    """Return the highest step that a run logged, even if it later went back; `planned` if there is no log."""
     try:
         content = (run / METRICS).read_bytes()
     except OSError:
@@ -156,7 +156,7 @@ def _trained_steps(run: Path, planned: int) -> int:
 
 
 def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
-    """Return the newest checkpoint before a step in `--resume`'s form; 'never' if there is none."""
+    """Return the newest checkpoint before a step as a value of `--resume`; 'never' if there is no such checkpoint."""
     for path in find_candidates("auto", run / CHECKPOINTS, is_restart=False)[0]:
         name = NAME_PATTERN.fullmatch(path.name)
         if name and int(name[1]) * steps_per_epoch + int(name[2]) < number:
@@ -165,7 +165,7 @@ def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
 
 
 def _train(watched: WatchedStep) -> None:
-    """Train up to the step as the run did, without evaluations, which do not affect steps."""
+    """Train through the recorded step as the run did, but without evaluations, which do not affect training steps."""
     run = dataclasses.replace(watched.context, loggers=Loggers([]), step=watched)
     state, found = run.state, run.start.found
     if found is not None:
@@ -184,7 +184,7 @@ def _train(watched: WatchedStep) -> None:
 
 
 def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) -> Iterator[str]:
-    """Write batch.png and step.json into a new folder, and yield what to print; for `differing`, see `differences`."""
+    """Write batch.png and step.json into a new folder, and yield lines to print; see `differences` for `differing`."""
     found, layers, (samples, pictures) = watched.context.start.found, _layers(watched), _samples(watched)
     counted = [one for one in samples if one["weight"]]
     loss = sum(one["weight"] * one["loss"] for one in counted) / max(sum(one["weight"] for one in counted), 1)
@@ -206,7 +206,7 @@ def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) 
 
 
 def differences(watched: WatchedStep, run: Path) -> list[str] | None:
-    """Describe the leaves and parameters whose hashes differ from the run's; None if the run has none."""
+    """Describe the leaves and parameters whose hashes differ from the run's; None if the run did not hash the step."""
     line = read_hashes(run).get(watched.number)
     if line is None:
         return None
@@ -216,14 +216,14 @@ def differences(watched: WatchedStep, run: Path) -> list[str] | None:
 
 
 def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return facts and results for all images, and the first ones as pictures with captions."""
+    """Return facts and losses of all images, and pictures of the first images with captions."""
     data = watched.context.data
     samples: list[dict[str, Any]] = []
     pictures: list[Any] = []
     for batch, losses in watched.seen:
         for slot, (weight, loss) in enumerate(zip(batch.weights.tolist(), losses.tolist(), strict=True)):
             labels = {data.class_names[int(batch.labels[slot])]: 1.0}
-            if batch.targets is not None:  # several if images are mixed
+            if batch.targets is not None:  # mixed images have several labels
                 shares = zip(data.class_names, batch.targets[slot].tolist(), strict=True)
                 labels = {label: share for label, share in shares if share}
             name = data.train.source.name(int(batch.indices[slot]))

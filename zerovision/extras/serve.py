@@ -1,4 +1,4 @@
-"""Serves a page for one model on this machine: drop an image, see its labels and what led to the first."""
+"""Serves a local page for one model: drop an image to see its labels, and what led to the first label."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zerovision.training.base.errors import UserError, one_line
 
 PAGE = Path(__file__).with_name("serve.html")
 LARGEST_UPLOAD = 32 * 2**20  # bytes
-MOST_CONNECTIONS = 16  # each has a thread, and memory for an upload; further ones wait
+MOST_CONNECTIONS = 16  # each needs a thread and memory for an upload; further connections wait
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -40,9 +40,9 @@ HEADERS = {
 
 
 class Handler(WSGIRequestHandler):
-    """One connection, without logging."""
+    """Handles one connection, without logging."""
 
-    timeout = 30.0  # seconds that it may be silent
+    timeout = 30.0  # seconds that a connection may be silent
     server_version, sys_version = "zerovision", ""
 
     def log(self, type: str, message: str, *args: Any) -> None:
@@ -50,18 +50,18 @@ class Handler(WSGIRequestHandler):
 
 
 class Server(ThreadedWSGIServer):
-    """Serves the page at `GET /`, and the labels of an image's bytes as JSON at `POST /predict`; nothing else.
+    """Serves only the page at `GET /`, and the labels of an uploaded image as JSON at `POST /predict`.
 
     Attributes:
         predictor: the loaded model.
-        is_local: whether only this machine can reach it.
+        is_local: whether only this machine can reach the server.
     """
 
     def __init__(self, predictor: Predictor, host: str, port: int) -> None:
-        """Listen.
+        """Start listening for connections.
 
         Raises:
-            UserError: if that is not possible.
+            UserError: if the server cannot listen on this host and port.
         """
         self.predictor = predictor
         self.one_at_a_time = threading.Lock()
@@ -70,7 +70,7 @@ class Server(ThreadedWSGIServer):
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
-            everywhere = where[0] == "::"  # with the addresses of IPv4
+            everywhere = where[0] == "::"  # also accepts IPv4 connections
             with socket.create_server(where[:2], family=family, dualstack_ipv6=everywhere) as listening:
                 respond = Request.application(self._respond)
                 super().__init__(str(where[0]), port, respond, Handler, fd=listening.fileno())
@@ -85,12 +85,12 @@ class Server(ThreadedWSGIServer):
         self._names = {name.casefold() for name in (host, str(ip), *names, *(LOOPBACK if ip.is_unspecified else ()))}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, or wait while there are `MOST_CONNECTIONS`."""
+        """Start a thread for a connection, waiting first while there are `MOST_CONNECTIONS` connections."""
         self.free_connections.acquire()
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection."""
+        """Handle a connection in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -102,9 +102,10 @@ class Server(ThreadedWSGIServer):
         return f"http://{self.typed}:{self.port}/"
 
     def is_named(self, host: str) -> bool:
-        """Return whether a request's Host names this server, so that no other site can reach it under its own name.
+        """Return whether a Host header names this server, so that no other site can reach it under its own name.
 
-        Known names and all IP addresses are accepted, even the address of a machine that forwards to this one.
+        Known names are accepted. Unless the server is local, so are all IP addresses, because another machine may
+        forward requests to this one.
         """
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
@@ -138,7 +139,7 @@ class Server(ThreadedWSGIServer):
         try:
             with self.one_at_a_time:
                 (found,) = predictions_of(self.predictor, iter([("the image", content)]))
-        except Exception as error:  # whatever it is, such as a GPU without memory: the page says it
+        except Exception as error:  # the page shows any error, such as a GPU out of memory
             return {"error": one_line(error)}
         if found.error:
             return {"error": found.error}
@@ -153,7 +154,7 @@ def _json(status: HTTPStatus, value: dict[str, Any]) -> Response:
 
 
 def make_server(settings: ServeSettings) -> Server:
-    """Load a trained model and listen; `serve_forever` then answers.
+    """Load a trained model, and return a listening server; call its `serve_forever` to handle requests.
 
     Raises:
         UserError: for weights that cannot be used, a model trained on arrays, or an address that cannot be used.
@@ -166,7 +167,7 @@ def make_server(settings: ServeSettings) -> Server:
 
 
 def run(settings: ServeSettings) -> int:
-    """Answer until Ctrl-C."""
+    """Handle requests until Ctrl-C is pressed."""
     with make_server(settings) as server:
         if not server.is_local:
             print("note: there is no password: anyone who reaches this address can use the page", file=sys.stderr)
@@ -176,11 +177,11 @@ def run(settings: ServeSettings) -> int:
 
 
 def _can_explain(predictor: Predictor) -> bool:
-    """Return whether the model's labels can be explained by maps."""
+    """Return whether activation maps can explain the model's labels."""
     preprocessing, parameter = predictor.metadata["preprocessing"], next(predictor.module.parameters())
     image = torch.zeros(1, preprocessing.channels, *preprocessing.sides, device=parameter.device)
     try:
         activation_maps(predictor.module, image, torch.zeros(1, dtype=torch.int64, device=parameter.device))
-    except (UserError, RuntimeError):  # without a map of places, or one that autograd does not reach
+    except (UserError, RuntimeError):  # no spatial feature map, or no gradient for it
         return False
     return True

@@ -1,4 +1,4 @@
-"""The settings of the other commands: their flags and their help."""
+"""Settings of the commands in `zerovision.extras`, with their flags and help."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Trains with several values of flags: a grid or random draws, all to the end or only the better ones.
+"""Trains with several values of flags, from a grid or drawn at random; can stop all but the better trials early.
 
-The better ones resume exactly, so a trial that reaches the last epoch equals an ordinary run: this is successive
-halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) with nothing trained twice. The final table has a row for each
-combination of values: the mean over seeds and folds.
+Early stopping is successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943). Trials resume exactly, so nothing
+is trained twice, and a trial that reaches the last epoch equals an ordinary run. The final table has a row for each
+combination of values, with the mean over seeds and folds.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ LAUNCHER = LAUNCH / "launch.py"
 SCRIPT, MULTI_NODE = "launch_distributed.sh", "launch_multi_node.sh"
 MOST_TRIALS = 1000
 POLL_SECONDS = 0.2
-PLACES = 3  # significant digits of a number that is drawn
+PLACES = 3  # significant digits of a drawn number
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 _RANGE = re.compile(rf"(.*:)?{_NUMBER}\.\.{_NUMBER}(:log)?")
 LINE = "sweep.json"
-OF_LINE = ("name", "words", "vary", "trials", "halving", "seed")  # what makes it the same sweep
-KEPT = ("epochs", "score", "state", "seconds")  # of a trial, from one start to the next
-FAILED = "exit code"  # how the state of a trial that failed begins
-REPEATS = ("seed", "split-seed", "folds")  # flags whose values are no choices: their trials have a mean
+OF_LINE = ("name", "words", "vary", "trials", "halving", "seed")  # fields that identify a sweep
+KEPT = ("epochs", "score", "state", "seconds")  # fields of a trial that are saved for the next start
+FAILED = "exit code"  # start of a failed trial's state
+REPEATS = ("seed", "split-seed", "folds")  # flags whose values are averaged over, not compared
 
 
 @dataclass
@@ -63,14 +63,14 @@ class SweepTrial:
     """One combination of values.
 
     Attributes:
-        number: its number, from 1.
+        number: number of the trial, counted from 1.
         values: values by flag, without dashes.
-        run_name: name of its run.
-        folder: folder of its run.
-        epochs: epochs trained so far.
+        run_name: name of the trial's run.
+        folder: folder of the trial's run.
+        epochs: number of epochs trained so far.
         score: best score so far, by `--best-by`; None before the first epoch.
-        state: "waiting", "paused", "finished", "diverged", or why it failed.
-        seconds: seconds that its starts took on this machine.
+        state: "waiting", "paused", "finished", "diverged", or why the trial failed.
+        seconds: total duration of the trial's launches from this machine, in seconds.
     """
 
     number: int
@@ -84,17 +84,17 @@ class SweepTrial:
 
     @property
     def flags(self) -> list[str]:
-        """The flags that only this trial has."""
+        """The flags that are specific to this trial."""
         return [f"--{flag}={value}" for flag, value in self.values.items()]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place that trains one trial at a time.
+    """GPUs or cores of a machine that train one trial after another.
 
     Attributes:
-        variables: environment variables that choose its GPUs, or its share of the cores.
-        host: the machine, '' for this one.
+        variables: environment variables that select the GPUs, or set the number of threads.
+        host: name of the machine; '' for this machine.
     """
 
     variables: dict[str, str]
@@ -106,12 +106,12 @@ class RunningSweep:
     """A sweep run from this machine, with the state of every trial.
 
     Attributes:
-        sweep: what to try.
-        trials: all of them.
+        sweep: settings of the sweep.
+        trials: all trials of the sweep.
         folder: the sweep's folder, with its command line and the trials' states and output.
-        epochs: epochs of a whole training.
+        epochs: number of epochs of a complete training.
         best_by: the score by which trials are chosen, a key of `SCORE_NAMES`.
-        ranks: ranks of each trial.
+        ranks: number of ranks of each trial.
     """
 
     sweep: SweepSettings
@@ -124,14 +124,15 @@ class RunningSweep:
     _places: list[Place] = field(default_factory=list)
 
     def run(self, jobs: int, hostfile: Path | None = None) -> Iterator[SweepTrial]:
-        """Train the remaining trials; yield each when it reaches a rung.
+        """Train the remaining trials, and yield each trial when it reaches a rung.
 
         Args:
-            jobs: number of trials at a time on this machine.
-            hostfile: machines that train instead, each as many trials at a time as its slots allow.
+            jobs: number of trials to train concurrently on this machine.
+            hostfile: file that lists machines to train on instead, each with as many concurrent trials as its slots
+                allow.
 
         Raises:
-            UserError: if there are fewer GPUs than trials at a time need.
+            UserError: if there are too few GPUs for the concurrent trials.
         """
         found = _places_on(self.ranks, hostfile) if hostfile else _places(self.ranks, jobs)
         self._places, places = [*found], SimpleQueue[Place | None]()
@@ -147,7 +148,7 @@ class RunningSweep:
             going = self._better(self._arrived(going, until), going)
 
     def _is_there(self, trial: SweepTrial, until: int) -> bool:
-        """Return whether a trial is complete up to the end of an epoch."""
+        """Return whether a trial is complete up to the end of epoch `until`."""
         return trial.state in ("finished", "diverged") or (until < self.epochs and trial.epochs >= until)
 
     def _arrived(self, going: list[SweepTrial], until: int) -> list[SweepTrial]:
@@ -156,14 +157,14 @@ class RunningSweep:
         return sorted(there, key=lambda trial: merit(self.best_by, _progress(trial.folder, until)[1]), reverse=True)
 
     def _better(self, there: list[SweepTrial], going: list[SweepTrial]) -> list[SweepTrial]:
-        """Return the trials that continue after a rung, of all that were meant to reach it."""
+        """Return the trials that continue after a rung: the best of `there`, one in `halving` of all in `going`."""
         return there[: math.ceil(len(going) / self.sweep.halving)]
 
     def rungs_reached(self) -> dict[int, int]:
-        """Return how many rungs each trial has reached, by number; those with the most are compared.
+        """Return the number of rungs that each trial has reached; only the trials with the most rungs are compared.
 
-        Rungs count, not epochs: a finished trial is complete, however early it stopped or however few epochs it was
-        given.
+        Rungs are counted instead of epochs, because a finished trial is complete no matter how early it stopped or how
+        few epochs it was meant to train.
         """
         reached, going = {trial.number: 0 for trial in self.trials}, self.trials
         for rung, until in enumerate(self.rungs(), 1):
@@ -176,7 +177,7 @@ class RunningSweep:
         return reached
 
     def rungs(self) -> list[int]:
-        """Return the epochs after which only the better trials continue; the last is the full length."""
+        """Return the epochs after which only the better trials continue, and finally the last epoch of training."""
         share = self.sweep.halving
         if not share:
             return [self.epochs]
@@ -184,13 +185,13 @@ class RunningSweep:
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
 
     def stop(self) -> None:
-        """Let the running trials save and exit, and start no others. Signal handlers call this, so it never waits."""
+        """Tell the running trials to save and exit, and start no others; never blocks, for use in signal handlers."""
         self._is_stopped = True
 
     def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[Place | None]) -> SweepTrial:
-        """Train a trial up to the end of an epoch, unless it is already there; a failure becomes its state.
+        """Train a trial up to the end of epoch `until` unless it is already complete; store a failure as its state.
 
-        A machine that cannot be reached gets no more trials.
+        No more trials are started on a machine that cannot be reached.
         """
         if self._is_stopped or self._is_there(trial, until):
             return trial
@@ -198,7 +199,7 @@ class RunningSweep:
             try:
                 is_lost = self._start(trial, until, place) == NO_NODES_CODE and place.host != ""
             except BaseException:
-                places.put(place)  # others wait for it
+                places.put(place)  # other trials wait for a place
                 raise
             if not is_lost:
                 places.put(place)
@@ -230,7 +231,7 @@ class RunningSweep:
         is_asked, epochs = False, EpochLines(trial.folder)
         while process.poll() is None:
             if not is_asked and (self._is_stopped or (until < self.epochs and len(epochs.look()) >= until)):
-                process.send_signal(signal.SIGTERM)  # the step after the epoch's last is kept too
+                process.send_signal(signal.SIGTERM)  # the checkpoint keeps steps past the epoch
                 is_asked = True
             time.sleep(POLL_SECONDS)
         trial.seconds += time.monotonic() - start
@@ -247,10 +248,10 @@ class RunningSweep:
 
 
 def prepare(sweep: SweepSettings) -> RunningSweep:
-    """Check the command lines of a sweep and all its trials, and find the state of an earlier start.
+    """Check the command lines of a sweep and all its trials, and load the state of an earlier start.
 
     Raises:
-        UserError: for anything that the trainer would reject, and if another sweep has that name.
+        UserError: for anything that the trainer would reject, or if another sweep has the same name.
     """
     if not _NAME.fullmatch(sweep.name):
         raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
@@ -299,7 +300,7 @@ def _line_of(sweep: SweepSettings) -> dict[str, Any]:
 
 
 def _keep_line(folder: Path, sweep: SweepSettings) -> None:
-    """Bind the sweep's name to this command line; done last, so that a mistake leaves the name free."""
+    """Bind the sweep's name to its command line; called last, so that a mistake does not use up the name."""
     with errors_of_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / LINE).exists():
@@ -333,7 +334,7 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
     """Return the values of a list, or a function that draws from a range."""
     if not (found := _RANGE.fullmatch(text)):
         return text.split("|" if "|" in text else ",")
-    before, *ends, is_log = found.groups(default="")  # what is before a range, as in loss=bce:0.1..0.5, stays
+    before, *ends, is_log = found.groups(default="")  # keep what precedes the range, as in loss=bce:0.1..0.5
     low, high = map(float, ends)
     if not low < high or (is_log and low <= 0) or math.isinf(high - low):
         raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH, two numbers, above 0 with :log.")
@@ -349,7 +350,7 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
 
 
 def _places(ranks: int, jobs: int) -> list[Place]:
-    """Return places for `jobs` simultaneous trials on this machine, each with this many ranks.
+    """Return places for `jobs` concurrent trials on this machine, each with `ranks` ranks.
 
     Raises:
         UserError: if there are too few GPUs.
@@ -368,7 +369,7 @@ def _places(ranks: int, jobs: int) -> list[Place]:
 
 
 def _places_on(ranks: int, hostfile: Path) -> list[Place]:
-    """Return as many places on each machine as its slots allow, each with this many ranks.
+    """Return as many places on each machine as its slots allow, each with `ranks` ranks.
 
     Raises:
         UserError: for an invalid hostfile, or a machine with too few slots for a trial.
@@ -385,16 +386,16 @@ def _on_gpus(gpus: Sequence[int | str], host: str = "") -> Place:
 
 
 class EpochLines:
-    """The epochs that a run has trained and evaluated; reads each line of metrics.jsonl once."""
+    """Collects the epochs that a run has trained and evaluated, reading each line of metrics.jsonl only once."""
 
     def __init__(self, run: Path) -> None:
         self._file, self._read_bytes, self._lines = run / METRICS, 0, list[dict[str, Any]]()
 
     def look(self) -> list[dict[str, Any]]:
         """Return the lines of all epochs so far."""
-        with contextlib.suppress(OSError, ValueError), self._file.open("rb") as lines:  # not there yet, or damaged
+        with contextlib.suppress(OSError, ValueError), self._file.open("rb") as lines:  # missing or damaged
             lines.seek(self._read_bytes)
-            for line in itertools.takewhile(lambda line: line.endswith(b"\n"), lines):  # else it is being written
+            for line in itertools.takewhile(lambda line: line.endswith(b"\n"), lines):  # the rest is being written
                 self._read_bytes += len(line)
                 if b'"epoch"' in line and (point := json.loads(line)).get("kind") == "epoch":
                     self._lines.append(point)
@@ -402,7 +403,7 @@ class EpochLines:
 
 
 def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]:
-    """Return how many epochs a run has trained and evaluated, up to a given one, and the best score."""
+    """Return the number of epochs, up to `until`, that a run has trained and evaluated, and their best score."""
     epochs = [line for line in EpochLines(folder).look() if line["epoch"] <= until]
     best = best_epoch(epochs)
     return max((line["epoch"] for line in epochs), default=0), score_in(best)[1] if best else None
@@ -429,8 +430,8 @@ class Combination:
 
     Attributes:
         values: values by flag, without `REPEATS`.
-        compared: of the trials with a score, those that reached the most rungs, best first.
-        rank: the rungs, and the mean, with its sign changed if lower is better.
+        compared: trials with a score that reached the most rungs, best first.
+        rank: the number of rungs reached, and the mean score, negated if lower is better.
     """
 
     values: dict[str, str]
@@ -438,7 +439,7 @@ class Combination:
     rank: tuple[int, float]
 
     def score(self, best_by: str) -> str:
-        """Return the mean ± standard deviation (n - 1), with shares in percent; a single value has no ±."""
+        """Return the scores' mean ± standard deviation (n - 1), with shares in percent; no ± for a single score."""
         scores = [one.score for one in self.compared if one.score is not None]
         if not scores:
             return "-"
@@ -448,7 +449,7 @@ class Combination:
 
 
 def rows_of(running: RunningSweep) -> list[Combination]:
-    """Return a row for each combination of values except `REPEATS`, by rungs reached, then by mean, best first."""
+    """Return a row for each combination of values except `REPEATS`, best first by rungs reached and then by mean."""
     groups: dict[tuple[tuple[str, str], ...], list[SweepTrial]] = {}
     for one in running.trials:
         key = tuple((flag, value) for flag, value in one.values.items() if flag not in REPEATS)
@@ -459,7 +460,7 @@ def rows_of(running: RunningSweep) -> list[Combination]:
 
 
 def best_trial(rows: Sequence[Combination]) -> SweepTrial | None:
-    """Return the best trial of the best combination, None if no trial has a score."""
+    """Return the best trial of the best combination; None if no trial has a score."""
     return next((one for row in rows[:1] for one in row.compared), None)
 
 
@@ -469,13 +470,13 @@ def _combination(
     rung = max((rungs[one.number] for one in group if one.score is not None), default=-1)
     there = [one for one in group if rungs[one.number] == rung]
     compared = sorted((one for one in there if one.score is not None), key=lambda one: -merit(best_by, one.score))
-    # A trial without a sound epoch spoils the mean.
+    # A trial without a usable score makes the mean infinitely bad.
     mean = statistics.fmean(merit(best_by, one.score) for one in there) if there else -math.inf
     return Combination(values, compared, (rung, mean))
 
 
 def write_table(running: RunningSweep) -> Path:
-    """Write sweep.csv, one line per trial, into the sweep's folder; return the file."""
+    """Write sweep.csv, with one line per trial, into the sweep's folder, and return its path."""
 
     def cells(one: SweepTrial) -> list[str | float]:
         score = "" if one.score is None else one.score
@@ -489,22 +490,22 @@ def write_table(running: RunningSweep) -> Path:
 
 
 def write_page(running: RunningSweep, rows: Sequence[Combination]) -> Path | None:
-    """Write the report of the best trials side by side; return the page, None if there is nothing to show."""
-    from zerovision.delivery.report.page import MOST_RUNS, write_report  # takes a second
+    """Write a report that shows the best trials side by side, and return its path; None if there is no report."""
+    from zerovision.delivery.report.page import MOST_RUNS, write_report  # imported late: takes a second
 
     folders = [one.folder for row in rows for one in row.compared][:MOST_RUNS]
     page = running.folder / REPORT
     try:
         if folders:
             write_report(folders, page)
-    except UserError as error:  # the sweep is done all the same
+    except UserError as error:  # the sweep itself succeeded
         print(f"note: no report: {error}")
         return None
     return page if folders else None
 
 
 def run(given: SweepSettings) -> int:
-    """Train the trials, print each when it reaches a rung, and print and write the table."""
+    """Train the trials, print each trial when it reaches a rung, and print and write the table."""
     running, received = prepare(given), []
 
     def stop(number: int, _frame: object) -> None:

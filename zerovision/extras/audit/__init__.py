@@ -1,1 +1,1 @@
-"""Looks for mistakes in a data set: images that occur twice, wrong labels, images unlike all others."""
+"""Looks for mistakes in a data set: duplicate images, wrong labels, and outliers."""

@@ -52,21 +52,21 @@ from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabi
 from zerovision.training.tasks.contrast.comparison import MOST_COMPARED, votes
 
 SMALL_CLASS = 10  # training images
-LEAST_ACCURACY = 0.8  # of a classifier that may doubt labels
+LEAST_ACCURACY = 0.8  # that a classifier needs for its doubts to be reported
 QUERIES_AT_ONCE = 256
 
 
 def run(settings: AuditSettings) -> int:
-    """Audit as the command line says."""
+    """Run the command and return its exit code."""
     audit(settings)
     return 0
 
 
 def audit(settings: AuditSettings) -> dict[str, Any]:
-    """Audit a data set, write the files, print a summary; return what audit.json contains besides the findings.
+    """Audit a data set, write the files, print a summary, and return the content of audit.json without the findings.
 
     Raises:
-        UserError: for a mistake in the arguments, data that cannot be loaded, and files that cannot be written.
+        UserError: for a mistake in the arguments, data that cannot be loaded, or files that cannot be written.
     """
     data, run = settings.data, settings.run
     place = os.path.basename(os.path.abspath(os.path.expanduser(data)))
@@ -107,7 +107,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
 
 
 def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a timm network with its published weights, and its preprocessing."""
+    """Return a timm network with its published weights, and the network's preprocessing."""
     check_timm_name(name.removeprefix(TIMM_PREFIX))
     facts: Any = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     size = facts.input_size[-1]
@@ -121,15 +121,15 @@ def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]
 
 
 def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.ndarray) -> float | None:
-    """Return the share of other images whose nearest training images mostly have their class; see `votes`.
+    """Return the share of non-training images that are in the majority class of their nearest training images.
 
-    Return None if there are no training images, or no others. If there are many training images, only some are
-    compared.
+    Return None without training images or without other images. If there are many training images, only some are
+    compared. For the majority, see `votes`.
 
     Args:
         features: float32 [N, F].
         labels: int64 [N].
-        is_trained: bool [N], the training images.
+        is_trained: bool [N], whether an image is a training image.
     """
     vectors = torch.nn.functional.normalize(torch.from_numpy(features))
     own, others = np.flatnonzero(is_trained), np.flatnonzero(~is_trained)

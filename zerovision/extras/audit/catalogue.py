@@ -1,4 +1,4 @@
-"""All images of a data set, numbered across its parts, as pictures and as vectors."""
+"""Reads all images of a data set, numbered across its parts, as pictures and as vectors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zerovision.training.observe.loggers.text import open_console
 
 PICTURE_SIDE = 16
 IMAGES_AT_ONCE = 64
-IMAGES_WORTH_WORKERS = 1000  # fewer are read before a process has started
+IMAGES_WORTH_WORKERS = 1000  # fewer images are read faster than a process starts
 
 
 class Catalogue:
@@ -37,8 +37,8 @@ class Catalogue:
         has_several: whether an image may have several labels.
         parts: name of each image's part, [N].
         labels: int64 [N].
-        groups: group of each image in the table, '' without.
-        unreadable: by number, why `read` could not read an image.
+        groups: group of each image in the table; '' for an image without a group.
+        unreadable: reason why `read` could not read an image, by image number.
     """
 
     def __init__(self, datasets: DatasetPair) -> None:
@@ -62,7 +62,7 @@ class Catalogue:
         )
 
     def other_columns(self) -> dict[str, list[float | str]]:
-        """Return other columns of the table by name: the images' weights, if there are any."""
+        """Return the table's other columns by name: the images' weights, or nothing if images have no weights."""
         columns: dict[str, list[float | str]] = {}
         sources = [set_.source for set_ in self._sets.values() if isinstance(set_.source, FileSource)]
         weights = [torch.ones(len(one.labels)) if one.loss_weights is None else one.loss_weights for one in sources]
@@ -71,7 +71,7 @@ class Catalogue:
         return columns
 
     def name(self, number: int) -> str:
-        """Return the full path of an image, or the part and position of one in memory."""
+        """Return the full path of an image, or its part and position if it is in memory."""
         part, position = self._place(number)
         name = self._sets[part].source.name(position)
         return name if isinstance(self._sets[part].source, FileSource) else f"{part} {name}"
@@ -82,7 +82,7 @@ class Catalogue:
         return self._sets[part].source.read(position)
 
     def read(self, preprocessing: Preprocessing | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
-        """Yield for each batch the images' numbers, the batch, and which images could be read, bool [B].
+        """Yield, for each batch, the numbers of its images, the batch, and whether each image could be read, bool [B].
 
         A terminal shows one progress bar per part.
 
@@ -138,7 +138,7 @@ class Catalogue:
 
 
 def _groups(set_: ImageDataset) -> list[str]:
-    """Return the group of each image, '' for an image without one."""
+    """Return the group of each image; '' for an image without a group."""
     if not isinstance(set_.source, FileSource):
         return [""] * len(set_)
     images = set_.source.images
@@ -152,13 +152,13 @@ def _whole(set_: ImageDataset) -> Preprocessing:
 
 
 def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogue) -> np.ndarray:
-    """Return the classifier's input for each image, float32 [N, F]; zeros for unreadable ones.
+    """Return the classifier's input for each image, float32 [N, F]; zeros for unreadable images.
 
-    For a network without a single classifier, such as an ensemble, return its output.
+    For a network that does not have exactly one classifier, such as an ensemble, return its output.
 
     Args:
-        network: of `zerovision.training.checkpoint.weights.load_model`.
-        metadata: its metadata.
+        network: network returned by `zerovision.training.checkpoint.weights.load_model`.
+        metadata: metadata of the network.
         catalogue: the images.
     """
     heads = as_names(getattr(network, "default_cfg", {}).get("classifier"))

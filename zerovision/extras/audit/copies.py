@@ -1,9 +1,9 @@
 """Finds images that are copies of one another: re-encoded, resized, brightened, mirrored or cropped.
 
 Every image is described by the lowest frequencies of its cosine transform, as in a perceptual hash (Zauner 2010,
-http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but with the numbers, not only their signs. The descriptions
-of its windows and of its mirror image find the candidates. Then the pictures are aligned, and the remaining difference
-is compared with the usual difference between similar images.
+http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but by their values instead of their signs. Candidates are
+found by the descriptions of an image's windows and of its mirror image. The pictures are then aligned, and the
+remaining difference is compared with the usual difference between similar images.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ SIDE = 32  # of the pictures that are compared, in pixels
 FREQUENCIES = 6  # in each direction; one of them is the mean, which brightness changes
 SCALES, PLACES = (0.87, 0.74), (0.0, 0.5, 1.0)  # of the windows, in each direction
 SMALLEST_WINDOW = 0.6
-NEAREST = 4  # images that each window leads to
-MOST_CANDIDATES = 8  # of an image, and as many of its mirror image
-TYPICAL_RANK = 8  # how much an image differs from its like is how much it does from its 8th nearest
-FLAT_LEVELS = 2.0  # standard deviation of an image in which nothing is to be seen
-CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of what is typical
-DETAIL_SIDE = 5  # of the squares whose means are taken off, which leaves lines and texture
-DETAIL_SHARE = 0.40  # of the cube of what is typical of details: the more alike all images are, the stricter
+NEAREST = 4  # images to find for each window
+MOST_CANDIDATES = 8  # for an image, and as many for its mirror image
+TYPICAL_RANK = 8  # an image's typical difference is its difference from its 8th nearest image
+FLAT_LEVELS = 2.0  # standard deviation below which an image shows nothing
+CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of the typical difference
+DETAIL_SIDE = 5  # of the squares whose means are subtracted, which leaves lines and texture
+DETAIL_SHARE = 0.40  # of the cube of the typical difference of details: stricter if all images are alike
 LEAST_LIMIT = 0.001
-REPORTED = 0.7  # confidence; most pairs below are other things of one kind, such as two shirts on one table
+REPORTED = 0.7  # confidence; most pairs below it show different things of one kind, such as two shirts on one table
 ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
-CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # beyond two cells' images, each is compared with those of a few cells
+CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # above two cells, an image is compared with those in a few cells
 
 
 class Copy(NamedTuple):
-    """Two images that show the same.
+    """Two images that show the same scene.
 
     Attributes:
-        one: position of the first.
-        other: position of the second, larger than `one`.
+        one: position of the first image.
+        other: position of the second image, larger than `one`.
         is_mirrored: whether one is the mirror image of the other.
         difference: 1 - the correlation of the aligned images or of their details, relative to its limit.
     """
@@ -52,12 +52,14 @@ class Copy(NamedTuple):
 
     @property
     def confidence(self) -> float:
-        """1 for identical pictures, 0.5 at the limit."""
+        """The confidence that the images show the same scene: 1 for identical pictures, 0.5 at the limit."""
         return 1 - 0.5 * self.difference
 
 
 def find_copies(pictures: np.ndarray) -> list[Copy]:
-    """Return the pairs of images that show the same with a confidence of `REPORTED`; flat images are skipped.
+    """Return the pairs of images that show the same scene with a confidence of `REPORTED` or more.
+
+    Flat images, which show nothing, are skipped.
 
     Args:
         pictures: uint8 [N, SIDE, SIDE], the whole images in gray.
@@ -70,7 +72,7 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
         return []
     bank = _Bank(_describe(images, 0))
     rank = min(TYPICAL_RANK, len(images) - 1)
-    cosines, likes = bank.nearest(bank.features, rank + 1)  # itself included
+    cosines, likes = bank.nearest(bank.features, rank + 1)  # including the image itself
     typical = 1 - cosines[:, -1]
     pairs = _candidates(images, bank, typical)
     looks = _typical_looks(images, likes)
@@ -86,7 +88,7 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
 
 
 class _Pairs(NamedTuple):
-    """Candidates: a window of picture `one`, mirrored or not, may be the whole of picture `other`; all [P]."""
+    """Candidate pairs, all [P]: a window of picture `one`, mirrored or not, may be the whole picture `other`."""
 
     one: torch.Tensor
     other: torch.Tensor
@@ -98,7 +100,7 @@ WINDOWS = [(1.0, 0.0, 0.0), *((scale, *place) for scale in SCALES for place in p
 
 
 def _basis(scale: float, place: float) -> torch.Tensor:
-    """Return the cosines over a window of one side, float32 [FREQUENCIES, SIDE]."""
+    """Return the cosines over a window along one axis, float32 [FREQUENCIES, SIDE]."""
     length = scale * SIDE
     start = place * (SIDE - length)
     edges = torch.arange(SIDE + 1, dtype=torch.float64).clamp(start, start + length)
@@ -108,11 +110,11 @@ def _basis(scale: float, place: float) -> torch.Tensor:
 
 
 def _describe(images: torch.Tensor, window: int, *, mirrored: bool = False) -> torch.Tensor:
-    """Return unit vectors, float32 [N, FREQUENCIES^2 - 1], for a window of each image."""
+    """Return unit vectors, float32 [N, FREQUENCIES^2 - 1], that describe a window of each image."""
     scale, down, across = WINDOWS[window]
     rows, columns = _basis(scale, down), _basis(scale, across)
     signs = torch.ones(FREQUENCIES)
-    if mirrored:  # what the waves are in the mirror
+    if mirrored:  # mirroring negates the odd cosines
         signs[1::2] = -1
     parts = [
         (rows @ part.float() @ columns.T * signs).flatten(1)[:, 1:] for part in images.split(COMPARED_AT_ONCE // 2**12)
@@ -121,7 +123,7 @@ def _describe(images: torch.Tensor, window: int, *, mirrored: bool = False) -> t
 
 
 class _Bank:
-    """Descriptions to compare with: all with all, or, if there are many, only those in the nearest cells."""
+    """Descriptions to search for nearest neighbors: all of them or, if there are many, only those in nearby cells."""
 
     def __init__(self, features: torch.Tensor) -> None:
         self.features = features
@@ -155,9 +157,9 @@ def _unit(images: torch.Tensor) -> torch.Tensor:
 
 
 def _looks(images: torch.Tensor) -> torch.Tensor:
-    """Return vectors [2, P, SIDE^2] of pictures, and of their details: pixels minus the mean around them.
+    """Return vectors [2, P, SIDE^2] of pictures and of their details, which are pixels minus the mean around them.
 
-    Details enter by their square roots; otherwise a few strong edges, such as a frame, would dominate.
+    The square roots of the details are used; otherwise, a few strong edges, such as a frame, would dominate.
     """
     pictures = images.float()
     details = pictures - F.avg_pool2d(pictures, DETAIL_SIDE, 1, DETAIL_SIDE // 2, count_include_pad=False)
@@ -174,7 +176,7 @@ def _typical_looks(images: torch.Tensor, likes: torch.Tensor) -> torch.Tensor:
 
 
 def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pairs:
-    """Return the pairs whose descriptions are unusually close, the nearest of each image."""
+    """Return the pairs whose descriptions are unusually close, limited to the nearest few of each image."""
     found: list[torch.Tensor] = []
     ones = torch.arange(len(images))[:, None].expand(-1, NEAREST + 1)
     for mirrored, window in product((False, True), range(len(WINDOWS))):
@@ -185,7 +187,7 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
         columns = (ones, others, kind, (share * 2**20).long())
         found.append(torch.stack([column[is_one] for column in columns], 1))
     rows = torch.cat(found)
-    # Of each pair and orientation the best window, and of each image and orientation the best few pairs.
+    # Keep the best window of each pair and orientation, and the best few pairs of each image and orientation.
     owners = rows[:, 0] * 2 + rows[:, 2] // len(WINDOWS)
     order = np.lexsort((rows[:, 3], owners))
     rows, owners = rows[order], owners[order]
@@ -197,7 +199,7 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
 
 
 def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Iterator[tuple[int, float]]:
-    """Yield the position of each pair that differs little enough, and its difference as a share of the limit [2, P]."""
+    """Align the pairs; yield the position and difference of each similar one, as a share of the limits [2, P]."""
     for places in torch.arange(len(pairs.one)).split(COMPARED_AT_ONCE // SIDE**2 // 8):
         scales, *starts = torch.tensor(WINDOWS)[pairs.window[places]].T
         boxes = torch.stack([2 * (1 - scales) * start - 1 for start in reversed(starts)], 1)
@@ -218,7 +220,7 @@ def _whole(images: torch.Tensor, pairs: _Pairs, places: torch.Tensor) -> torch.T
 
 
 def _windows(whole: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
-    """Return the contents of the boxes; see `_fit`, of pictures [P, SIDE, SIDE], as pictures."""
+    """Return the content of the boxes (see `_fit`) in pictures [P, SIDE, SIDE], resized to that shape."""
     theta = torch.zeros(len(boxes), 2, 3)
     first, last = boxes[:, :2], boxes[:, 2:]
     theta[:, [0, 1], [0, 1]], theta[:, :, 2] = (last - first) / 2, (last + first) / 2
@@ -229,7 +231,7 @@ def _windows(whole: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
 def _fit(
     images: torch.Tensor, pairs: _Pairs, places: torch.Tensor, boxes: torch.Tensor, steps: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move the windows with Adam to where the pictures differ least; return them and the smallest differences.
+    """Move the windows with Adam to where the pictures differ least; return the windows and the smallest differences.
 
     Args:
         images: uint8 [N, SIDE, SIDE].
@@ -254,7 +256,7 @@ def _fit(
         optimizer.zero_grad()
         differences.sum().backward()
         optimizer.step()
-        with torch.no_grad():  # no window reaches out of its image
+        with torch.no_grad():  # keep the windows inside their images
             boxes[:, 2:].clamp_(2 * SMALLEST_WINDOW - 1, 1)
             boxes[:, :2] = torch.minimum(boxes[:, :2].clamp(min=-1), boxes[:, 2:] - 2 * SMALLEST_WINDOW)
     return best, least

@@ -25,7 +25,7 @@ KINDS = {
     "unreadable": "Images that cannot be read",
 }
 DROP, RELABEL, MOVE, GROUP = "drop", "relabel", "move", "group"
-APPLIED = 0.9  # confidence from which two images are one; below they may be two shots of one scene
+APPLIED = 0.9  # confidence from which two images are the same; below, they may be two shots of one scene
 
 
 class Finding(NamedTuple):
@@ -34,9 +34,9 @@ class Finding(NamedTuple):
     Attributes:
         kind: a key of `KINDS`.
         image: number of the image.
-        reason: in one line.
-        confidence: 0 to 1.
-        other: number of the image that it is a copy of, or -1.
+        reason: reason for the finding, on one line.
+        confidence: confidence in the finding, 0 to 1.
+        other: number of the image that `image` is a copy of, or -1.
     """
 
     kind: str
@@ -52,8 +52,8 @@ class Fix(NamedTuple):
     Attributes:
         action: `DROP`, `RELABEL`, `MOVE` or `GROUP`.
         new: the new label, part or group; empty for `DROP`.
-        confidence: 0 to 1.
-        reason: in one line.
+        confidence: confidence in the fix, 0 to 1.
+        reason: reason for the fix, on one line.
     """
 
     action: str
@@ -63,7 +63,7 @@ class Fix(NamedTuple):
 
 
 def equal_files(digests: np.ndarray) -> list[Copy]:
-    """Return each file that equals an earlier one byte for byte, with the first such file.
+    """Return each file that equals an earlier file byte for byte, paired with the first file equal to it.
 
     Args:
         digests: see `first_of_equal`.
@@ -74,10 +74,10 @@ def equal_files(digests: np.ndarray) -> list[Copy]:
 
 
 def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]:
-    """Return the findings about pairs of copies: leaks, contradicting labels, repetitions."""
+    """Return the findings about pairs of copies: leaks, contradictory labels, and repetitions."""
     findings = []
     for copy in copies:
-        # Of two parts the image that is not for training comes first.
+        # If the parts differ, the image that is not for training comes first.
         pair = sorted((copy.one, copy.other), key=lambda number: (catalogue.parts[number] == "train", -number))
         parts, labels = catalogue.parts[pair], catalogue.labels[pair]
         how = "the same picture" if copy.difference < 1e-6 else "a copy" if copy.confidence >= APPLIED else "the scene"
@@ -114,15 +114,15 @@ def _surest(copies: Iterable[Copy]) -> dict[int, float]:
 
 
 def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[int]) -> list[tuple[int, Fix]]:
-    """Return a group for each scene, by image number, so that no division of the data separates its images.
+    """Return fixes, by image number, that group the images of each scene, so that no division separates them.
 
-    Test images get no group, because their part stays as it is; neither does a scene whose images already have
-    different groups.
+    Test images are not grouped, because the test part does not change. Scenes whose images already have different
+    groups are not grouped either.
 
     Args:
         catalogue: the images.
         copies: pairs of copies.
-        gone: images that are dropped.
+        gone: numbers of the images that are dropped.
     """
     sure, offers = _surest(copies), []
     for scene in groups_of(copies):
@@ -136,12 +136,12 @@ def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[i
 
 
 def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int, Fix]) -> list[tuple[int, Fix]]:
-    """Return fixes for copies, by number, so that each group has one label and is in one part.
+    """Return fixes for copies, by image number, so that each group of copies has one label and is in one part.
 
-    The test part stays as it is. If a group is in training and validation, the larger share stays: training images are
-    dropped, or, if they are more, validation images become training images. If the labels contradict each other, the
-    majority's is kept; if there is no majority, all copies outside the test part are dropped. Copies in one part with
-    one label do no harm and stay, as do all pairs below the confidence `APPLIED`.
+    The test part does not change. If a group is in both training and validation, the larger share stays: training
+    images are dropped or, if they are in the majority, validation images become training images. If the labels
+    contradict each other, the majority's label is kept; without a majority, all copies outside the test part are
+    dropped. Copies in one part with one label are harmless and stay, as do pairs with a confidence below `APPLIED`.
 
     Args:
         catalogue: the images.
@@ -176,7 +176,7 @@ def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int
 
 
 def _into_one_part(catalogue: Catalogue, group: Sequence[int], sure: Mapping[int, float]) -> list[tuple[int, Fix]]:
-    """Return fixes for copies that are in several parts; none if they are in one."""
+    """Return fixes for copies that are in several parts; none if all copies are in one part."""
     counts = Counter(catalogue.parts[group].tolist())
     if len(counts) < 2:
         return []
@@ -193,12 +193,12 @@ def label_findings(
 ) -> tuple[list[Finding], dict[int, Fix]]:
     """Return the labels that are probably wrong, and fixes for those outside the test part.
 
-    An image gets the other label if that is probable enough; otherwise it is dropped.
+    An image is relabeled if the suggested label is probable enough; otherwise, it is dropped.
 
     Args:
         catalogue: the images.
         doubts: doubts about some of the images.
-        numbers: int64 [N], the numbers of these images.
+        numbers: int64 [N], numbers of the images in `doubts`.
     """
     findings, fixes = [], {}
     for place in np.flatnonzero(doubts.probability >= SUSPECTED).tolist():
@@ -214,6 +214,6 @@ def label_findings(
 
 
 def small_classes(datasets: DatasetPair, smallest: int) -> list[tuple[str, int]]:
-    """Return the name and number of training images of classes with fewer than `smallest`, smallest first."""
+    """Return the name and size of each class with fewer than `smallest` training images, smallest first."""
     every = zip(datasets.class_names, datasets.train_counts, strict=True)
     return sorted(((name, count) for name, count in every if count < smallest), key=lambda one: one[1])

@@ -1,4 +1,4 @@
-"""Finds probably wrong labels and images unlike all others, from the images' embeddings or pictures."""
+"""Finds labels that are probably wrong, and outliers, from the images' embeddings or pixels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from sklearn.preprocessing import StandardScaler
 
 FOLDS, NEIGHBOURS, MOST_FEATURES = 5, 10, 96
-ITERATIONS = 30  # of the estimate of how labels are wrong
-UNSURE = 0.005  # no classifier is surer
-TEMPERATURES = (1.0, 0.8, 0.6)  # a mean of two classifiers that were trained on wrong labels too is not sure enough
+ITERATIONS = 30  # to estimate how labels are confused
+UNSURE = 0.005  # least probability for a classifier to be wrong
+TEMPERATURES = (1.0, 0.8, 0.6)  # the mean of two classifiers trained on partly wrong labels is underconfident
 POWERS, LEAST = (0.85, 0.5), 1e-9  # see `with_history`
-CLEAN_PRIOR = 5.0  # right labels of each class, seen before the first image
-SUSPECTED = 0.5  # from which probability on a label is suspected
-OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # how many times as far as 99 of 100 images are from their 5th nearest
+CLEAN_PRIOR = 5.0  # number of right labels per class assumed in advance
+SUSPECTED = 0.5  # probability from which a label is suspected
+OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # times the distance of 99 % of images from their 5th nearest image
 
 
 class LabelDoubts(NamedTuple):
-    """The predictions of a classifier for labels that it was not trained on.
+    """A classifier's doubts about labels that it was not trained on.
 
     Attributes:
         probability: float64 [N], probability that the given label is wrong; 0 for an image that was left out.
@@ -40,16 +40,16 @@ class LabelDoubts(NamedTuple):
 
 
 def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, learned: np.ndarray) -> LabelDoubts | None:
-    """Return the probability that each label is wrong; None if no class has as many images as there are folds.
+    """Return the probability that each label is wrong; None unless two or more classes have `FOLDS` images each.
 
-    Images of classes with fewer images are left out.
+    Images of smaller classes are left out.
 
     Args:
         features: float32 [N, F].
         labels: int64 [N], as given.
         num_classes: number of classes.
-        learned: float64 [N, num_classes], a network's predictions for its own training images, NaN for others; see
-            `mean_probabilities`.
+        learned: float64 [N, num_classes], a network's predictions for its own training images, NaN for other images;
+            see `mean_probabilities`.
     """
     counts = np.bincount(labels, minlength=num_classes)
     used = np.flatnonzero(counts[labels] >= FOLDS)
@@ -71,9 +71,9 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
 
 
 def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return float64 [N, K]: the mean prediction of two classifiers that did not see the image.
+    """Return the mean prediction of two classifiers that were not trained on the image, float64 [N, K].
 
-    One is logistic regression, the other nearest neighbors; each is trained on four fifths of the images.
+    The classifiers are logistic regression and nearest neighbors, each trained on four fifths of the images.
 
     Args:
         features: float32 [N, F].
@@ -94,10 +94,11 @@ def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.
 
 
 def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    """Return the combined prediction, float64 [N, K], where both are known: the product of their `POWERS`.
+    """Return predictions, float64 [N, K], that combine both arguments: the product of their `POWERS` if both are known.
 
-    A network learns a wrong label later than right ones (Pleiss et al. 2020, https://arxiv.org/abs/2001.10528), and
-    makes other mistakes than classifiers that did not see the image. Powers of 1 would assume independent errors.
+    A network learns wrong labels later than right ones (Pleiss et al. 2020, https://arxiv.org/abs/2001.10528), and its
+    mistakes differ from those of classifiers that were not trained on the image. Powers of 1 would assume independent
+    errors.
 
     Args:
         out_of_sample: float64 [N, K]; see `out_of_sample_probabilities`.
@@ -110,16 +111,16 @@ def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
 def wrong_label_probabilities(
     probabilities: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the probability that each label is wrong, the most probable other label, and its probability; [N].
+    """Return the probability that each label is wrong, the most probable other label, and its probability, each [N].
 
-    The given label g of an image of the true class k is drawn from row k of a matrix Q, which is estimated with the
-    true classes by expectation and maximization (Dawid & Skene 1979, https://doi.org/10.2307/2346806, with one
-    observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. A class whose labels are seldom wrong needs more
-    evidence than one that is often confused. The temperature is the one in `TEMPERATURES` under which the given labels
-    are most likely.
+    The given label g of an image of the true class k is modeled as drawn from row k of a matrix Q, which is estimated
+    together with the true classes by expectation maximization (Dawid & Skene 1979, https://doi.org/10.2307/2346806,
+    with one observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. A class whose labels are seldom wrong
+    needs more evidence than a class that is often confused. The temperature is the value in `TEMPERATURES` that makes
+    the given labels most likely.
 
     Args:
-        probabilities: float64 [N, K], P(k | image), from a classifier that did not see the image.
+        probabilities: float64 [N, K], P(k | image), from a classifier that was not trained on the image.
         labels: int64 [N], the given labels.
     """
     count, classes = probabilities.shape

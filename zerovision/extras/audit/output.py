@@ -1,4 +1,4 @@
-"""The files of an audit: a page, all findings, the fixes, and the fixed data as a table for --data."""
+"""Writes the files of an audit: a page, all findings, the fixes, and the fixed data as a table for --data."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def check_output(folder: Path) -> None:
 def write_audit(
     folder: Path, facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, catalogue: Catalogue
 ) -> None:
-    """Write all files; a failure leaves the folder as it was.
+    """Write all files of an audit; if this fails, the folder is not changed.
 
     Args:
-        folder: where they go; the files of an earlier audit are replaced.
-        facts: what the page says about the data: `data`, `run`, `small_classes`, `notes`.
-        findings: the findings, the most certain ones of each kind first.
-        fixes: what to do.
+        folder: folder to write to; the files of an earlier audit are replaced.
+        facts: facts about the data to show on the page: `data`, `run`, `small_classes`, `notes`.
+        findings: the findings, with the most certain findings of each kind first.
+        fixes: the fixes, by image number.
         catalogue: the images.
 
     Raises:
@@ -66,7 +66,7 @@ def write_audit(
 
 
 def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
-    """Write the table of all images with the fixes; return how many there are."""
+    """Write the table of all images with the fixes applied, and return the number of images in it."""
     labels = [catalogue.class_names[label] for label in catalogue.labels]
     parts, groups = catalogue.parts.tolist(), [*catalogue.groups]
     dropped = {number for number, fix in fixes if fix.action == DROP}
@@ -83,7 +83,7 @@ def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
 
 
 def _into_one_part(numbers: Sequence[int], groups: list[str], parts: list[str], moved: Collection[int]) -> None:
-    """Put each group into one part, as `--data` requires: the part of a moved image, or else of most of its images."""
+    """Put each group into one part, as `--data` requires: a moved image's part, or the part of most of its images."""
     members: dict[str, list[int]] = defaultdict(list)
     for number in numbers:
         members[groups[number]].append(number)
@@ -97,7 +97,7 @@ def _into_one_part(numbers: Sequence[int], groups: list[str], parts: list[str], 
 
 
 def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
-    """Return the fixes of a file, which may have been changed since it was written.
+    """Return the fixes in a file, which may have been edited since it was written.
 
     Raises:
         UserError: if the file cannot be read, or has a line that does not fit the data or the format of `write_audit`.
