@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from zerovision.training.base.errors import UserError, unknown_name
 
 TIMM_PREFIX = "timm:"
-HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # of a repository of the Hugging Face hub; see `zerovision.models.hub_models`
+HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # for a repository on the Hugging Face hub; see `zerovision.models.hub_models`
 LARGEST_IMAGE_SIZE = 4096  # pixels
 MOST_IMAGE_CHANNELS = 1024
 MOST_MEMBERS = 32  # of an ensemble
@@ -20,17 +20,17 @@ USUAL_RATE = 1e-3  # of AdamW
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One line of the table of models.
+    """An entry of `MODELS`.
 
     Attributes:
         summary: One phrase for `--help` and the guide.
         timm_name: The network's name in timm, if it is one of timm's own.
-        module: The module that registers the network with timm under this name, if it is not timm's own. An ensemble
-            has none, because `zerovision.models.build` makes it from its members.
+        module: The module that registers the network with timm under this name, if it is not one of timm's own. An
+            ensemble has no module, because `zerovision.models.build` builds it from its members.
         always_pretrained: Whether the model requires pretrained weights, from the hub or from `--weights FILE`.
         learning_rate: Default peak learning rate of AdamW when training from random weights; see docs/dev/models.md.
         takes_members: Whether the network consists of other models in this table.
-        whitens_stem: Whether its first convolution whitens the training images if it starts from random weights.
+        whitens_stem: Whether the first convolution whitens the training images if training starts from random weights.
     """
 
     summary: str
@@ -71,7 +71,7 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def hub_name_of(weights: str) -> str:
-    """Return `timm:hf-hub:ORG/NAME@REVISION` for a file in the hub's local cache, '' for any other file."""
+    """Return `timm:hf-hub:ORG/NAME@REVISION` for a file in the hub's local cache; '' for any other file."""
     found = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/([^/]+)/model\.safetensors$", weights)
     return f"{HUB_PREFIX}{found[1]}/{found[2]}@{found[3]}" if found else ""
 
@@ -80,19 +80,19 @@ def check_model_name(name: str) -> None:
     """Accept a name in `MODELS` or `timm:<name>`; `build_model` checks whether timm has that name.
 
     Raises:
-        UserError: for any other name, with the nearest one.
+        UserError: for any other name; the message suggests the nearest name.
     """
     of_hub = re.sub(r"^(timm:)?hf[-_]?hub:/*", HUB_PREFIX, name, flags=re.IGNORECASE)
     if of_hub.startswith(HUB_PREFIX) and of_hub != name:
         raise UserError(f"model '{name}': a network of the Hugging Face hub is {of_hub}.")
     if name not in MODELS and name.removeprefix(TIMM_PREFIX) in (name, "", *MODELS):
-        from zerovision.models.timm_models import name_in_timm  # a mistake may wait for timm
+        from zerovision.models.timm_models import name_in_timm  # only a wrong name waits for timm
 
         raise unknown_name("model", name, [*MODELS, f"{TIMM_PREFIX}<name>"], name_in_timm(name, MODELS))
 
 
 def model_spec(name: str) -> ModelSpec:
-    """Return the table's line for `name`, or a line for `timm:<name>`."""
+    """Return the entry of `MODELS` for `name`, or a new entry for `timm:<name>`."""
     check_model_name(name)
     if name in MODELS:
         return MODELS[name]

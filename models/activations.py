@@ -1,4 +1,4 @@
-"""The memory that a network's forward and backward passes need besides its weights, counted without data."""
+"""Counts the memory that a network's forward and backward passes need in addition to its weights, without data."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# While it computes the gradient of a spatial convolution's weights, oneDNN has it twice more, in blocks of channels and
-# in the usual order, and the weights once more if they are not in the images' order of dimensions. Its blocks have
-# 16 x 16 channels: of a layer with one input channel per group they are 256 times as large, unless a depthwise kernel
-# computes it, which there is up to 3 x 3.
+# While oneDNN computes the gradient of a spatial convolution's weights, it needs two copies of the gradient, in blocks
+# of channels and in the usual order, and a copy of the weights if they are not in the images' order of dimensions. The
+# blocks have 16 x 16 channels, so for a layer with one input channel per group they are 256 times as large, unless a
+# depthwise kernel is used; depthwise kernels exist up to 3 x 3.
 BLOCKED_COPIES = 2
 CHANNEL_BLOCK = 16 * 16
 LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
 
 class Piece(NamedTuple):
-    """The bytes of a network's computation from one place to the next, for one micro-batch.
+    """The bytes that a network's computation needs from one place to the next, for one micro-batch.
 
     Attributes:
-        saved: the bytes that the forward pass keeps for the backward pass.
-        workspace: the most bytes, in either direction, besides what this piece and earlier ones keep.
-        entered: the tensor from the previous piece; 0 for the first.
+        saved: number of bytes that the forward pass keeps for the backward pass.
+        workspace: peak number of bytes, in either pass, in addition to those that this and earlier pieces keep.
+        entered: size in bytes of the tensor from the previous piece; 0 for the first piece.
     """
 
     saved: int
@@ -41,15 +41,15 @@ class Piece(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Bytes of one micro-batch.
+    """The bytes that activations and gradients need for one micro-batch.
 
     Attributes:
-        saved: what the forward pass keeps for the backward pass: distinct tensors, including the images.
-        moments: pairs of bytes and elements at the moments of highest use. The bytes come on top of `saved`: gradients
-            of activations, weight gradients that are being computed, and on a CPU oneDNN's copies of these, minus what
-            the backward pass has freed. The elements are those of complete weight gradients. Moments that another one
-            exceeds in both are left out.
-        pieces: the same for the stretches between the requested places, which are one more than the places.
+        saved: number of bytes that the forward pass keeps for the backward pass: distinct tensors, including images.
+        moments: pairs of (bytes, elements) at the moments of highest use. The bytes are in addition to `saved`:
+            gradients of activations, weight gradients that are being computed, and on a CPU oneDNN's copies of those
+            weight gradients, minus what the backward pass has freed. The elements belong to complete weight gradients.
+            A moment is left out if another moment exceeds both of its numbers.
+        pieces: the bytes of each piece of the network between the requested places; one more piece than places.
     """
 
     saved: int
@@ -58,7 +58,7 @@ class Activations(NamedTuple):
 
     @property
     def workspace(self) -> int:
-        """Bytes besides `saved` at the peak."""
+        """The number of bytes in addition to `saved` at the peak."""
         return max(taken for taken, _ in self.moments)
 
 
@@ -71,20 +71,20 @@ def activations(
     channels_last: bool = True,
     places: Sequence[str] = (),
 ) -> Activations:
-    """Count the memory of a forward and a backward pass without data, where gradients are added to existing ones.
+    """Count the memory of a forward and a backward pass without data, with gradients added to existing gradients.
 
     Args:
         network: the result of `without_data`, which maps float32 images [B, C, H, W] to logits; activation
-            checkpointing may be enabled. It must not be used afterwards.
+            checkpointing may be enabled. The network must not be used afterwards.
         shape: shape of a micro-batch of images, [B, C, H, W].
-        precision: 'fp32', or 'bf16' or 'fp16' with autocast, whose copies of the weights count too.
+        precision: 'fp32', or 'bf16' or 'fp16' for autocast, whose copies of the weights are counted.
         device: 'cpu', or 'cuda', whose autocast normalizes in fp32.
-        channels_last: whether the engine keeps convolutions' weights in the images' order of dimensions.
-        places: names of modules in order of entry, once each, between which the bytes are also counted.
+        channels_last: whether the engine keeps convolution weights in the images' order of dimensions.
+        places: names of distinct modules, in the order in which they run, between which bytes are also counted.
     """
     copies = functools.partial(onednn_copies, channels_last=channels_last) if device == "cpu" else None
     lower = precision != "fp32"
-    # Fake tensors know their device, by which autocast and attention choose kernels; meta ones are twice as fast.
+    # Fake tensors have a device, by which autocast and attention choose kernels; meta tensors are twice as fast.
     fakes = lower or any(getattr(part, "fused_attn", False) for part in network.modules())
     with FakeTensorMode() if fakes else nullcontext():
         if fakes:
@@ -102,7 +102,7 @@ def activations(
         pieces = _Pieces(network, places, live, images.nbytes)
         live.ignore([images, *network.parameters(), *network.buffers(), *gradients])
         with live, warnings.catch_warnings(action="ignore"):
-            # Autocast's cache keeps copies of weights until forward ends: of a part, if places divide it.
+            # Autocast's cache keeps copies of weights until the forward pass ends, or that of a part between places.
             with torch.autocast("cpu", dtype=DTYPES.get(precision), enabled=lower, cache_enabled=not places):
                 logits = network(images)
             saved = live.now
@@ -116,7 +116,7 @@ class _Pieces:
 
     def __init__(self, network: nn.Module, places: Sequence[str], live: LiveBytes, image_bytes: int) -> None:
         self._live, self._most = live, [0] * (len(places) + 1)
-        self._marks = [(-image_bytes, 0)]  # at the beginning of each piece: bytes, and those that enter it
+        self._marks = [(-image_bytes, 0)]  # at the start of each piece: bytes in use, bytes that enter it
         for number, name in enumerate(places):
             enter = functools.partial(self._enter, number)
             network.get_submodule(name).register_forward_pre_hook(enter, prepend=True)
@@ -137,25 +137,25 @@ class _Pieces:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations inside the mode create, until they are freed.
+    """Counts the bytes of the storages that operations inside the mode create, until the storages are freed.
 
     Attributes:
-        now: bytes at this moment.
+        now: number of bytes currently in use.
     """
 
     def __init__(self, copies: Callable[[Any, Any], int] | None = None) -> None:
-        """While an operation runs, also count the bytes that `copies` returns for it and its arguments."""
+        """Create the mode; bytes that `copies` returns for an operation and its arguments are counted while it runs."""
         super().__init__()
         self.now = self._complete = self._most_now = 0
         self._copies, self._sizes = copies, dict[int, int]()
-        self._most: dict[int, int] = {}  # bytes, by the number of complete elements
+        self._most: dict[int, int] = {}  # peak bytes by number of complete elements
 
     def complete(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's gradient is complete."""
         self._complete += parameter.numel()
 
     def moments(self) -> list[tuple[int, int]]:
-        """Return pairs (most bytes, complete elements), without those that another pair exceeds in both."""
+        """Return pairs (peak bytes, complete elements), without pairs that another pair exceeds in both numbers."""
         found: list[tuple[int, int]] = []
         for done in sorted(self._most, reverse=True):
             if not found or self._most[done] > found[-1][0]:
@@ -207,14 +207,14 @@ def onednn_copies(operation: Any, args: Any, *, channels_last: bool) -> int:
 
 
 def _normalize_in_float32(network: nn.Module) -> None:
-    """Cast like CUDA's autocast, unlike the CPU's (https://docs.pytorch.org/docs/stable/amp.html)."""
+    """Normalize in float32, as autocast does only on CUDA (https://docs.pytorch.org/docs/stable/amp.html)."""
     for part in network.modules():
         if isinstance(part, nn.LayerNorm | nn.GroupNorm):
             part.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
 
 
 def _fill_with_fakes(network: nn.Module) -> None:
-    """Replace weights and buffers on the meta device with fake tensors; inside a `FakeTensorMode`."""
+    """Replace weights and buffers on the meta device with fake tensors; call this inside a `FakeTensorMode`."""
     for part in network.modules():
         tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for table in tables:

@@ -13,7 +13,7 @@ from timm.models import build_model_with_cfg, register_model
 from torch import nn
 
 STEM_SIZE = 2  # pixels
-STEM_FILTERS = 24  # twice the values of a patch of 3 channels: what whitening fills in pairs
+STEM_FILTERS = 24  # twice the number of values in a patch of 3 channels: whitening fills filters in pairs
 LOGIT_SCALE = 1 / 9
 
 
@@ -21,7 +21,7 @@ class Airbench(nn.Module):
     """Maps images `[B, C, H, W]` to logits `[B, num_classes]`; H and W are at least 9 pixels."""
 
     def __init__(self, num_classes: int, in_chans: int, widths: tuple[int, int, int]) -> None:
-        """Make the layers; `widths` are the channels of the three blocks."""
+        """Create the layers; `widths` are the numbers of channels of the three blocks."""
         super().__init__()
         channels = min(STEM_FILTERS, 2 * in_chans * STEM_SIZE**2)
         self.stem = nn.Conv2d(in_chans, channels, STEM_SIZE)
@@ -49,7 +49,7 @@ def _block(in_channels: int, width: int) -> nn.Sequential:
 
 
 def _convolution(in_channels: int, width: int) -> nn.Conv2d:
-    """Make a 3x3 convolution that initially passes as many channels through as possible."""
+    """Create a 3x3 convolution that initially passes through as many channels as possible."""
     convolution = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
     nn.init.dirac_(convolution.weight[:in_channels])
     return convolution

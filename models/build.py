@@ -23,7 +23,7 @@ from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.settings import RunSettings
 
-MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
+MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # index tables are smaller than the larger of the two
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ def build_model(
         num_classes: width of the head.
         image_size: size of the images, pixels.
         image_channels: channels of the images.
-        loads_weights: whether the network starts from the configured weights; if not, any model starts from random
-            ones.
+        loads_weights: whether the network starts from the configured weights; otherwise, every model starts from random
+            weights.
         class_names: class names of the data, by which the loaded classifier is reordered; empty to keep its order.
 
     Raises:
-        UserError: for a name, size, batch or file that does not work, with what to type; for dropout or drop path in a
-            model without it.
+        UserError: for a name, size, batch or file that does not work (the message says what to type), and for dropout
+            or drop path in a model that does not support it.
     """
     pretrained, weights = loads_weights and config.pretrained, loads_weights and config.weights
     if pretrained and weights:
@@ -84,7 +84,7 @@ def build_model(
     for prefix, part in _parts(description).items():
         check_rates(part, rates)
         make = partial(_create, rates=rates)
-        # Before anything is downloaded for it: the size may not work.
+        # This comes before any download, because the size may not work.
         module, changes = create_for_image_size(make, part, config)
         always = model_spec(part.model_type).always_pretrained and loads_weights
         if not weights and (pretrained or always):
@@ -109,7 +109,7 @@ def build_model(
 
 
 def rebuild_model(description: Description) -> nn.Module:
-    """Rebuild the network of a `BuiltModel.description` with random weights; needs no internet access.
+    """Rebuild the network of a `BuiltModel.description` with random weights; this needs no internet access.
 
     Raises:
         UserError: for a description that `build_model` did not write.
@@ -121,10 +121,10 @@ def rebuild_model(description: Description) -> nn.Module:
 
 
 def tensor_mismatch(description: Description, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Return how a description differs from its network's tensors, or None; this allocates nothing.
+    """Return how a description differs from a file's tensors, or None; this allocates no tensors.
 
-    The network is made of tensors that have shapes but no data, so that a file cannot use more memory than its own
-    size. Otherwise a short description could stand for any number of parameters, or of indices computed from the image
+    The network is built from tensors that have shapes but no data, so that a file cannot use more memory than its own
+    size. Otherwise, a short description could create any number of parameters, or of indices computed from the image
     size.
 
     Args:
@@ -159,12 +159,12 @@ def _one_line_for_a_wrong_description() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # a wrongly described network may raise anything
+    except Exception as error:  # a wrong description may raise any exception
         raise UserError(f"not a description of a model: {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
 def _checked_members(model_type: str, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the members of an ensemble, () for other models; raise a UserError for invalid names."""
+    """Return the members of an ensemble; () for other models. Raise a UserError for invalid names."""
     if not model_spec(model_type).takes_members:
         return ()
     if len(members) < 2:
@@ -194,7 +194,7 @@ def _assemble(description: Description, parts: list[nn.Module]) -> nn.Module:
 
 
 def _create(part: Description, **options: Any) -> nn.Module:
-    """Create a part from its description; for the options see `create`."""
+    """Create a part from its description; for the options, see `create`."""
     module = create(part, **options)
     return put_projection(module, part.model_type, part.embedding) if part.embedding else module
 
@@ -257,23 +257,23 @@ def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_na
 
 
 class ProjectionHead(nn.Sequential):
-    """Maps features `[B, F]` to embeddings `[B, width]` in training; in evaluation it returns the features unchanged.
+    """Maps features `[B, F]` to embeddings `[B, width]` in training; in evaluation, returns the features unchanged.
 
-    Khosla et al. 2020 (https://arxiv.org/abs/2004.11362, section 3): two layers that are discarded after training,
-    because the features before them are the better representation.
+    As in Khosla et al. 2020 (https://arxiv.org/abs/2004.11362, section 3), the head has two layers that are discarded
+    after training, because the features before these layers are the better representation.
     """
 
     def __init__(self, features: int, width: int) -> None:
-        """Make the layers, the hidden one as wide as the features."""
+        """Create the layers; the hidden layer is as wide as the features."""
         super().__init__(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, width))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Map features `[B, F]` to `[B, width]`; in evaluation return them unchanged."""
+        """Map features `[B, F]` to `[B, width]`; in evaluation, return the features unchanged."""
         return super().forward(features) if self.training else features
 
 
 def put_projection(module: nn.Module, model_type: str, width: int) -> nn.Module:
-    """Replace a network's classifier with a projection; return the network.
+    """Replace a network's classifier with a projection, and return the network.
 
     Raises:
         UserError: if the classifier is not one linear layer.

@@ -1,4 +1,4 @@
-"""Matches a network's outputs to classes by class names, never by their number alone."""
+"""Matches a network's outputs to classes by class name, never by the number of classes alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ Names = Sequence[str]
 
 
 def order_of(names: Names, known: Sequence[Names]) -> tuple[list[int], list[str]]:
-    """Return the output of each of these classes, and the classes that have no output or several.
+    """Return the index of each class's output, and the classes that have no output or several outputs.
 
     Args:
         names: names of the classes, in the desired order.
-        known: lists of the outputs' names, such as wnids and words; the list that contains the most of the classes is
-            used.
+        known: lists of the outputs' names, such as wnids and words; the list that matches the most classes is used.
     """
     found: list[tuple[list[int], list[str]]] = []
     for outputs in known:
@@ -36,10 +35,10 @@ def order_of(names: Names, known: Sequence[Names]) -> tuple[list[int], list[str]
 
 
 def published_classes(config: Mapping[str, Any]) -> list[Names]:
-    """Return the names of the outputs of published weights; none if unknown.
+    """Return lists of the output names of published weights; empty if the names are unknown.
 
-    timm identifies ImageNet only by its number of classes: the 1,000 classes are known by wnid, by all their words, and
-    by the first word ("tench" of "tench, Tinca tinca").
+    timm identifies ImageNet only by its number of classes. The 1,000 classes are listed by wnid, by all their words,
+    and by the first word ("tench" of "tench, Tinca tinca").
 
     Args:
         config: timm's configuration, with num_classes, and label_names for other classes.
@@ -55,16 +54,16 @@ def published_classes(config: Mapping[str, Any]) -> list[Names]:
 
 
 def classes_beside(path: str) -> list[Names]:
-    """Return the output names in the config.json of a hub repository beside a file, if there is one.
+    """Return the output names in a hub repository's config.json next to a file; empty if there are none.
 
-    It has timm's form, with label_names, or transformers' form, with id2label.
+    The config.json may have timm's format, with label_names, or transformers' format, with id2label.
     """
     try:
         config = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))
         if labels := config.get("id2label"):
             return [[str(labels[str(place)]) for place in range(len(labels))]]
         return published_classes({"num_classes": config.get("num_classes"), "label_names": config.get("label_names")})
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):  # none, or of another form
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):  # missing, or in another format
         return []
 
 

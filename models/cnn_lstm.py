@@ -1,7 +1,7 @@
 """A CNN whose feature map is read from left to right by an LSTM.
 
-The layout is CRNN's (Shi, Bai and Yao 2015, arXiv:1507.05717): the last two blocks pool the height only, so that the
-width remains as a sequence of columns: 7 for 28 pixels, 28 for 224.
+The layout is CRNN's (Shi, Bai and Yao 2015, arXiv:1507.05717): the last two blocks pool only the height, so that the
+width remains as a sequence of columns (7 for 28 pixels, 28 for 224).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import nn
 from zerovision.models.basic_cnn import conv_block
 
 HIDDEN_SIZE = 128
-HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  # oneDNN's LSTM
+HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  # in oneDNN's LSTM
 
 
 class CNNLSTM(nn.Module):
     """Maps images `[B, C, H, W]` to logits `[B, num_classes]`."""
 
     def __init__(self, num_classes: int, in_chans: int, drop_rate: float = 0.2) -> None:
-        """Make the layers; the stem's stride is 2, which `zerovision.models.image_size` lowers for small images."""
+        """Create the layers; the stem's stride is 2, which `zerovision.models.image_size` lowers for small images."""
         super().__init__()
         self.blocks = nn.Sequential(
             conv_block(in_chans, 32, stride=2),

@@ -1,7 +1,7 @@
 """Runs a network without data, to check an image size and to count operations.
 
-The network runs on tensors that have shapes but no data. That takes a fraction of a second at any size, and does not
-change weights, BatchNorm statistics or the state of random numbers.
+The network runs on tensors that have shapes but no data. This takes a fraction of a second at any size, and does not
+change weights, BatchNorm statistics or random generators.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def without_data(module: nn.Module) -> nn.Module:
         empty = torch.empty_like(tensor, device="meta")
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    # The deep copy takes these for copied already: no weight is copied.
+    # The deep copy considers these already copied, so no weight is copied.
     copied = {id(tensor): on_meta(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, copied).train()
 
@@ -46,10 +46,10 @@ def forward_failure(module: nn.Module, image_size: ImageSize, batch_size: int, i
     try:
         with torch.no_grad():  # on the meta device: four times as fast as fake tensors
             output = without_data(module)(torch.empty(shape, device="meta"))
-    except Exception:  # also a network that works, but mixes in tensors of its own
+    except Exception:  # the network may still work, but mix in tensors of its own
         try:
             output = _forward_on_fake_tensors(module, shape)
-        except Exception as error:  # a network that does not fit together may raise anything
+        except Exception as error:  # layers that do not fit may raise any exception
             return f"{type(error).__name__}: {error}".partition("\n")[0]
     dimensions = 3 if isinstance(module, Ensemble) else 2
     if not isinstance(output, torch.Tensor) or output.ndim != dimensions:
@@ -60,14 +60,14 @@ def forward_failure(module: nn.Module, image_size: ImageSize, batch_size: int, i
 def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> int | None:
     """Return the operations of a forward and a backward pass for one image; None if the module cannot run without data.
 
-    Multiplications and additions in convolutions and matrix products count, as in `torch.utils.flop_counter`;
-    normalization, activations, the optimizer and recomputed activations do not.
+    Multiplications and additions in convolutions and matrix products are counted, as in `torch.utils.flop_counter`;
+    normalization, activations, the optimizer and recomputed activations are not.
 
     Args:
         module: the result of `without_data`, which maps float32 images [B, C, H, W] to logits; its BatchNorms are
             removed.
-        image_size: H and W, in pixels.
-        image_channels: C.
+        image_size: height and width of the images, in pixels.
+        image_channels: number of channels of the images.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -78,7 +78,7 @@ def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int
     try:
         with torch.enable_grad(), counter:
             module(images).sum().backward()
-    except Exception:  # whatever a user's timm model does with its data: a number less
+    except Exception:  # whatever a user's timm model does with its data: only this number is lost
         return None
     return counter.get_total_flops() or None
 
@@ -88,7 +88,8 @@ def forward_flops(
 ) -> list[int]:
     """Return the operations of a forward pass for one image before, between and after places.
 
-    The operations are counted as in `training_flops`. The places are names of modules in order of entry, once each.
+    The operations are counted as in `training_flops`. The places are names of distinct modules, in the order in which
+    the modules run.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -105,7 +106,7 @@ def forward_flops(
 def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> object:
     """Run the network on fake tensors, which can be mixed with real ones."""
     buffers = [(part, dict(part._buffers)) for part in module.modules()]
-    for part, before in buffers:  # an operation among real tensors alone, such as BatchNorm's counting, is really done
+    for part, before in buffers:  # operations on real tensors alone, such as BatchNorm's counting, are executed
         part._buffers.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
     try:
         with _silent_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -135,17 +136,18 @@ def convolution_backward_flops(
     out_shape: Sequence[Any],
     **_named: Any,
 ) -> int:
-    """Count a convolution's backward: the gradients of input and weight each take as many operations as forward.
+    """Count the operations of a convolution's backward pass.
 
-    PyTorch's own formula ignores groups, and counts a depthwise convolution's weight gradient several hundred times, so
-    that the training of MobileNetV3-Small would seem to take 14 times as many operations.
+    The gradients of input and weight each take as many operations as the forward pass. PyTorch's own formula ignores
+    groups, and counts a depthwise convolution's weight gradient several hundred times, so that the training of
+    MobileNetV3-Small would seem to take 14 times as many operations.
 
     Args:
-        gradient_shape: shape of the gradient of the output [B, C_out, ...].
-        input_shape: [B, C_in, ...].
-        weight_shape: [C_out, C_in / groups, ...], or [C_in, C_out / groups, ...] transposed.
-        settings: bias, stride, padding, dilation, whether it is a transposed convolution, and more.
-        out_shape: shapes of the gradients of input, weight and bias, None for those that are not computed.
+        gradient_shape: shape of the gradient of the output, [B, C_out, ...].
+        input_shape: shape of the input, [B, C_in, ...].
+        weight_shape: shape of the weight, [C_out, C_in / groups, ...], or [C_in, C_out / groups, ...] if transposed.
+        settings: bias, stride, padding, dilation, whether the convolution is transposed, and more.
+        out_shape: shapes of the gradients of input, weight and bias; None for a gradient that is not computed.
     """
     is_transposed = settings[4]
     batch, _, *pixels = input_shape if is_transposed else gradient_shape

@@ -11,21 +11,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Ensemble(nn.Module):
-    """A deep ensemble: each member learns with its own loss; in evaluation their probabilities are averaged.
+    """A deep ensemble: each member is trained with its own loss; in evaluation, their probabilities are averaged.
 
-    Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474). If trained on the average, a member would learn
-    little from images that other members already classify correctly, and end up worse than alone.
+    See Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474). If trained on the average, a member would learn
+    little from images that other members already classify correctly, and end up worse than if trained alone.
 
-    In training each member draws random numbers, such as dropout's, from its own seed, so they do not depend on the
-    other members, nor on whether these run here.
+    In training, each member draws random numbers, such as those for dropout, from its own seed, so they do not depend
+    on the other members, or on whether other members run in the same process.
 
     Attributes:
-        own: indices of the members that run here.
-        gather: returns the logits of all members in order, given those of `own`.
+        own: indices of the members that run in this process.
+        gather: function that returns the logits of all members in order, given the logits of the members in `own`.
     """
 
     def __init__(self, members: Iterable[nn.Module]) -> None:
-        """Take the members, each mapping images to logits `[B, num_classes]`."""
+        """Store the members, each of which maps images to logits `[B, num_classes]`."""
         super().__init__()
         self.members = nn.ModuleList(members)
         self.own: Sequence[int] = range(len(self.members))
@@ -35,10 +35,10 @@ class Ensemble(nn.Module):
         """Map images `[B, C, H, W]` to float32 logits.
 
         Returns:
-            In training mode the logits of each member, `[B, num_classes, members]`; in evaluation mode
-            `log_mean_probability` of them, `[B, num_classes]`.
+            In training mode, the logits of each member, `[B, num_classes, members]`; in evaluation mode, the
+            `log_mean_probability` of all members, `[B, num_classes]`.
         """
-        draws = self.training and not (images.is_meta or isinstance(images, FakeTensor))  # nothing without data
+        draws = self.training and not (images.is_meta or isinstance(images, FakeTensor))  # not without data
         seeds = torch.randint(1 << 62, (len(self.members),)).tolist() if draws else []
         answers = []
         for number in self.own:
@@ -51,7 +51,7 @@ class Ensemble(nn.Module):
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the generators that a network on a device draws from."""
-    # Not torch.manual_seed, which asks every kind of device for its generator: 120 microseconds against 1.
+    # Not torch.manual_seed, which seeds every kind of device: 120 microseconds instead of 1.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -60,7 +60,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def log_mean_probability(logits: torch.Tensor) -> torch.Tensor:
     """Return the log of the members' mean probability, float32 `[B, num_classes]`.
 
-    It is already normalized: its softmax is the mean probability.
+    The result is already normalized: its softmax is the mean probability.
 
     Args:
         logits: float32 `[B, num_classes, members]`.

@@ -1,4 +1,4 @@
-"""timm networks in any repository of the Hugging Face hub: `timm:hf-hub:ORG/NAME`, as timm names them."""
+"""Finds timm networks in any repository on the Hugging Face hub, named `timm:hf-hub:ORG/NAME` as in timm."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) ->
     Args:
         model_type: `timm:hf-hub:ORG/NAME`, or `timm:hf-hub:ORG/NAME@REVISION`.
         weights: a file to load instead of the repository's weights, or ''.
-        wants_weights: whether to load the repository's weights if there is no such file.
+        wants_weights: whether to load the repository's weights if `weights` is ''.
 
     Raises:
-        UserError: if the repository cannot be reached, does not have timm's form, or has no model.safetensors.
+        UserError: if the repository cannot be reached, is not in timm's format, or has no model.safetensors.
     """
     repository, _, revision = model_type.removeprefix(HUB_PREFIX).partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
@@ -40,7 +40,7 @@ def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) ->
                 found = hf_hub_download(repository, name, revision=revision or None)
             if name == "config.json":
                 facts = json.loads(Path(found).read_text(encoding="utf-8"))
-        except Exception as error:  # the hub's clients raise a dozen types with no common base
+        except Exception as error:  # the hub's clients raise a dozen types without a common base class
             raise UserError(
                 f"--model-type {model_type}: its {name} could not be read: {reason_of(error)}. Without it, or to "
                 "resume a run, give timm's name of the network, timm:NAME, with --weights FILE for a new run."

@@ -28,12 +28,12 @@ def create_for_image_size(
     """Create a network, lower its stem's stride for small images, and check the shapes of one training step.
 
     A stride of 2 in the first layer of a network made for 224 pixels loses too much detail at 32. If the network does
-    not work with the lower stride (parallel branches in the stem), the usual stride stays.
+    not work with the lower stride (because of parallel branches in the stem), the usual stride is kept.
 
     Args:
-        create: creates a described network; it maps `[B, C, H, W]` to `[B, num_classes]`.
-        part: describes the network, with the model as the user typed it.
-        config: settings with the batch size, and whether the stride also stays for small images.
+        create: function that creates a described network, which maps `[B, C, H, W]` to `[B, num_classes]`.
+        part: description of the network, with the model's name as the user typed it.
+        config: settings with the batch size, and with whether to keep the stride even for small images.
 
     Returns:
         The network and the strides that were changed.
@@ -52,10 +52,10 @@ def create_for_image_size(
         raise UserError(f"{given} in batches of 1, but BatchNorm needs more: type --batch-size 2 or more")
     made_for = getattr(module, "default_cfg", {}).get("input_size", (3, longer))[-1]
     sizes = sorted({*SIZES_TO_TRY, made_for})
-    # A larger size first: the user's images have at least as many pixels as were asked for.
+    # Larger sizes come first, because the user's images have at least as many pixels as requested.
     candidates: list[ImageSize] = [size for size in sizes if size > longer]
     candidates += [size for size in reversed(sizes) if size < longer]
-    if isinstance(image_size, str):  # nearly this shape before any square
+    if isinstance(image_size, str):  # similar shapes come before squares
         candidates[:0] = [size_of(*(-(-side // step) * step for side in sides(image_size))) for step in STEPS_TO_TRY]
     working = next((size for size in candidates if fit(size, max(batch_size, 2))[2] is None), None)
     if working is None:
@@ -66,10 +66,10 @@ def create_for_image_size(
 def _create_and_fit(
     create: Callable[[Description], nn.Module], part: Description, own_stem_from: int, image_size: ImageSize, batch: int
 ) -> tuple[nn.Module, StrideChanges, str | None]:
-    """Return the network, the strides changed below size `own_stem_from`, and why the size does not work, or None."""
+    """Return the network, the strides changed for sizes below `own_stem_from`, and why the size fails, or None."""
     try:
         module = create(replace(part, image_size=image_size))
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer's own refusal
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer checks its size
         return nn.Identity(), {}, str(error).partition("\n")[0] or type(error).__name__
     changes = _stem_strides_to_lower(module) if min(sides(image_size)) < own_stem_from else {}
     set_strides(module, {name: new for name, (_, new) in changes.items()})
@@ -90,7 +90,7 @@ def set_strides(module: nn.Module, strides: dict[str, int]) -> None:
 
 
 def _stem_strides_to_lower(module: nn.Module) -> StrideChanges:
-    """Find first convolutions with stride 2 that overlap, not patch embeddings (kernel = stride)."""
+    """Find first convolutions with stride 2 whose windows overlap, unlike patch embeddings (kernel = stride)."""
     config = getattr(module, "default_cfg", {})
     # A network with a fixed input size has position tables laid out for the usual stride.
     if config.get("fixed_input_size"):

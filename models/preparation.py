@@ -1,4 +1,4 @@
-"""The preprocessing of the weights that a run starts or learns from, from timm or a file."""
+"""Finds the preprocessing that a run's starting weights or its teacher were trained with, from timm or a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerovision.models.sides import ImageSize, sides, size_of
 from zerovision.models.weights_metadata import Preprocessing, open_weights, read_facts
 from zerovision.training.base.errors import UserError
 
-FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # ours by timm's `crop_mode`
+FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # our `fit` by timm's `crop_mode`
 
 
 class Preparation(NamedTuple):
@@ -24,11 +24,11 @@ class Preparation(NamedTuple):
 
     Attributes:
         mean: Mean per channel of pixels in 0..1.
-        std: See `mean`.
+        std: Standard deviation per channel of pixels in 0..1.
         interpolation: Name of the filter.
         fit: crop, squash or pad.
         crop: Share of the shorter side that is kept, if `fit` is crop.
-        image_size: In pixels.
+        image_size: Size of the images, in pixels.
     """
 
     mean: tuple[float, ...]
@@ -62,7 +62,7 @@ class Preparation(NamedTuple):
 
 
 def crop_share(size: ImageSize, resized: ImageSize) -> float:
-    """Return the share of the shorter side that a center crop keeps, in a form that gives back the resized side."""
+    """Return the share of the shorter side that a center crop keeps, rounded so that it yields the resized side."""
     side, whole = (min(sides(each)) for each in (size, resized))
     share = side / whole
     return share if math.floor(side / share) == whole else math.nextafter(share, 0)
@@ -72,9 +72,9 @@ def differences(there: Preparation, here: Preparation, *, of_arrays: bool) -> st
     """Return how the preprocessing differs between the run and the weights, with the flags that change it, or ''.
 
     Args:
-        there: the weights' preprocessing; None in it means the same as in the run.
-        here: the run's preprocessing.
-        of_arrays: whether the run's images are arrays with a fixed size, used whole.
+        there: preprocessing of the weights; a field that is None matches any preprocessing of the run.
+        here: preprocessing of the run.
+        of_arrays: whether the run's images are arrays of a fixed size, which are used whole.
     """
     if of_arrays:
         there = there._replace(fit=None, crop=None, image_size=None)
@@ -98,13 +98,13 @@ def differences(there: Preparation, here: Preparation, *, of_arrays: bool) -> st
 def starting_preparations(
     model_type: str, members: Sequence[str], *, pretrained: bool, weights: str
 ) -> list[Preparation]:
-    """Return the preprocessing of the starting weights: one, none for random weights, or several for an ensemble.
+    """Return the preprocessing of the starting weights: empty for random weights, maybe several for an ensemble.
 
     Args:
-        model_type: a name of `MODELS`, or `timm:<name>`.
+        model_type: a name in `MODELS`, or `timm:<name>`.
         members: names of an ensemble's members.
         pretrained: whether the hub's weights are loaded.
-        weights: the local file to load, or ''; a file from one of our runs contains its own.
+        weights: the local file to load, or ''; a file from a run of zerovision contains its preprocessing.
 
     Raises:
         UserError: if the members' published weights expect different normalizations.
@@ -130,9 +130,9 @@ def _of_file(path: str) -> Preparation | None:
     try:
         with open_weights(path) as reader:
             return Preparation.of_run(read_facts(reader)["preprocessing"])
-    except (SafetensorError, OSError, ValueError, KeyError):  # not ours; a broken one `weights_file` reports
+    except (SafetensorError, OSError, ValueError, KeyError):  # not from zerovision; `weights_file` reports broken files
         pass
-    try:  # a repository of the hub in timm's form
+    try:  # a hub repository in timm's format
         facts = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))
         return Preparation.of_timm(facts["pretrained_cfg"])
     except (OSError, ValueError, KeyError, TypeError):

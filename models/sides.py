@@ -17,14 +17,14 @@ def sides(size: ImageSize) -> tuple[int, int]:
 
 
 def size_of(height: int, width: int) -> ImageSize:
-    """Return the image size with these sides."""
+    """Return the image size for a height and a width in pixels."""
     return height if height == width else f"{height}x{width}"
 
 
 def read_size(word: str) -> ImageSize:
-    """Parse a typed size.
+    """Parse a size that a user typed.
 
     Raises:
-        ValueError: if it is not a size.
+        ValueError: if `word` is not a size.
     """
     return size_of(*sides(word)) if _SIDES.fullmatch(word) else int(word)

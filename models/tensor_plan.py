@@ -1,8 +1,8 @@
-"""Finds the layers that several ranks can divide, each computing a part of every layer (tensor parallelism).
+"""Finds the layers that several ranks can divide, so that each computes a part of every layer (tensor parallelism).
 
 A region begins with matrices whose outputs are divided among the ranks, and ends with a matrix whose inputs are
-divided. In between each rank has some heads or hidden features, and the ranks' results are added once (Shoeybi et al.
-2019, https://arxiv.org/abs/1909.08053).
+divided. In between, each rank computes some of the heads or hidden features, and the ranks' results are summed only
+once (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ class Region:
     """How to divide a kind of layer.
 
     Attributes:
-        first: names of the parameters, or of modules with all their parameters, whose outputs are divided, and the
-            number of blocks of outputs that are divided separately: 3 if queries, keys and values are one matrix.
-        last: the module whose inputs are divided.
-        heads: the attribute with the number of heads, which stay whole; '' if features can be divided anywhere.
-        counts: other attributes to set to a rank's share.
-        dropout: a dropout between them.
+        first: parameters, or modules with all their parameters, whose outputs are divided; maps their names to the
+            number of blocks of outputs to divide separately, which is 3 if queries, keys and values are one matrix.
+        last: name of the module whose inputs are divided.
+        heads: name of the attribute with the number of heads, none of which is divided; '' if features can be divided
+            anywhere.
+        counts: names of other attributes to set to a rank's share.
+        dropout: name of a dropout module between `first` and `last`.
     """
 
     first: Mapping[str, int]
@@ -38,9 +39,9 @@ class Region:
 _OF_HEADS = {"qkv": 3, **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_bias", "v_bias", "gate"), 1)}
 _ATTENTION = Region(_OF_HEADS, "proj", heads="num_heads", counts=("num_kv_heads", "attn_dim", "kv_dim"))
 _MLP = Region({"fc1": 1}, "fc2", dropout="drop1")
-# By the name of a network's class in timm, by the name of a layer's class in it.
+# By the name of a network's class in timm, and then by the name of the class of a layer in the network.
 TENSOR_PLANS: dict[str, dict[str, Region]] = {
-    "VisionTransformer": {  # DeiT too
+    "VisionTransformer": {  # also DeiT
         "Attention": _ATTENTION,
         "Mlp": _MLP,
         "GluMlp": Region({"fc1": 2}, "fc2", dropout="drop1"),
@@ -51,7 +52,7 @@ TENSOR_PLANS: dict[str, dict[str, Region]] = {
     "VGG": {"ConvMlp": Region({"fc1": 1}, "fc2", dropout="drop")},
 }
 TENSOR_PLANS["Eva"] = TENSOR_PLANS["VisionTransformer"] | {"EvaAttention": _ATTENTION, "AttentionRope": _ATTENTION}
-WIDE_HEAD = 2**20  # weights of a classifier from which the exchange of its outputs is worth it
+WIDE_HEAD = 2**20  # weights that a classifier needs to be worth exchanging its outputs
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class TensorPlan:
     """The divided parts of a network.
 
     Attributes:
-        regions: by module name, how each region is divided and its number of heads or features.
+        regions: how each region is divided, and its number of heads or features, by module name.
         head: the name of the classifier if its outputs are divided and then gathered; '' if it stays whole.
     """
 
@@ -74,8 +75,8 @@ def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
 
     Args:
         module: the network.
-        model_type: its name, for messages.
-        ranks: number of ranks that divide it.
+        model_type: name of the model, for messages.
+        ranks: number of ranks that divide the network.
 
     Raises:
         UserError: if the network has nothing to divide, or fewer heads than ranks.
@@ -102,7 +103,7 @@ def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
 
 
 def _is_divisible(layer: nn.Module, region: Region) -> bool:
-    """Return whether everything in a layer can be divided: no norm of its features, no dropout in its heads."""
+    """Return whether everything in a layer can be divided: no norm over its features, no dropout in its heads."""
     divided, last = (*region.first, region.last), layer.get_submodule(region.last)
     is_matrix = isinstance(last, nn.Linear) or (isinstance(last, nn.Conv2d) and last.kernel_size == (1, 1))
     has_others = any(name.partition(".")[0] not in divided for name, _ in layer.named_parameters())

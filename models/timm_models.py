@@ -1,4 +1,4 @@
-"""All networks in timm's registry, including ours, with or without pretrained weights from the hub."""
+"""Builds any network in timm's registry, including zerovision's own, with or without pretrained weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_timm_name(name: str) -> None:
         UserError: for any other name, including `hf-hub:`, which the trainer's parser has already replaced.
     """
     if not timm.is_model(name):
-        # No list of all that is allowed: timm has more than a thousand names.
+        # The message does not list all names, because timm has more than a thousand.
         of_hub = " Name its architecture, and give its model.safetensors by --weights FILE." if ":" in name else ""
         hint = name_in_timm(name) or of_hub
         raise UserError(f"unknown model 'timm:{name}': timm {timm.__version__} has no such name.{hint}")
@@ -48,7 +48,7 @@ def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
     """Return ' Did you mean ...?' with timm's name for a network in any spelling; '' if none is similar.
 
     Args:
-        name: such as resnet50, ResNet-50, microsoft/resnet-50 or hf-hub:timm/resnet50.a1_in1k.
+        name: a network's name, such as resnet50, ResNet-50, microsoft/resnet-50 or hf-hub:timm/resnet50.a1_in1k.
         others: names outside timm that a mistyped name may also mean.
     """
     given, dot, tag = name.rpartition("/")[2].rpartition(":")[2].partition(".")
@@ -64,7 +64,7 @@ def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
 
 
 def _registered(part: Description) -> str:
-    """Return the name of a network in timm's registry; our own networks are added to it."""
+    """Return the name of a network in timm's registry; zerovision's own networks are added to the registry."""
     if module := model_spec(part.model_type).module:
         importlib.import_module(module)
     return part.timm_name or part.model_type
@@ -74,8 +74,8 @@ def check_rates(part: Description, rates: Mapping[str, float]) -> None:
     """Raise UserError for a network without dropout, or without residual blocks that timm can skip.
 
     Args:
-        part: Describes the network.
-        rates: See `create`; a rate of 0 is not checked.
+        part: description of the network.
+        rates: see `create`; a rate of 0 is not checked.
     """
     name, model_type = _registered(part), part.model_type
     if rate := rates.get("drop_rate"):
@@ -89,7 +89,7 @@ def check_rates(part: Description, rates: Mapping[str, float]) -> None:
 
 
 def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
-    """Return the modules of a network built with a rate, without data; none if it does not accept the argument."""
+    """Return the modules of a network built with a rate, without data; empty if it does not accept the argument."""
     try:
         with torch.device("meta"):
             return [*timm.create_model(name, **rate).modules()]
@@ -98,30 +98,30 @@ def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
 
 
 def create(part: Description, *, pretrained: bool = False, rates: Mapping[str, float] = {}) -> nn.Module:
-    """Build a network with the head that is described, as `timm.create_model` would.
+    """Build a network with the described head, as `timm.create_model` would.
 
-    Networks with a fixed input size (vision transformers and the like) are made for the described image size.
+    Networks with a fixed input size (vision transformers and the like) are built for the described image size.
 
     Args:
-        part: describes the network; weights for other channels are adapted with timm's `adapt_input_conv`.
-        pretrained: load the hub's weights.
+        part: description of the network; weights for other channels are adapted with timm's `adapt_input_conv`.
+        pretrained: whether to load the hub's weights.
         rates: timm's `drop_rate`, for the classifier's input and other dropout of the network, and `drop_path_rate`,
             the probability that the last residual block is skipped for an image, linearly lower in earlier blocks
-            (Huang et al. 2016, https://arxiv.org/abs/1603.09382); the network's own by default.
+            (Huang et al. 2016, https://arxiv.org/abs/1603.09382); by default, the network's own rates.
 
     Raises:
         UserError: for an unknown name or tag, or if the pretrained weights are not available.
     """
     check_timm_name(timm_name := _registered(part))
     options = _options(part)
-    # 0 of a network that does not take the argument: there is nothing to switch off
+    # A rate of 0 is left out if the network does not accept the argument: there is nothing to turn off.
     options |= {name: rate for name, rate in rates.items() if rate or _modules_with(timm_name, **{name: rate})}
     if not pretrained:
         return timm.create_model(timm_name, **options)
     try:
         with offline_where_unreachable():
             return timm.create_model(timm_name, pretrained=True, **options)
-    except Exception as error:  # the hub's clients raise a dozen types with no common base
+    except Exception as error:  # the hub's clients raise a dozen types without a common base class
         reason = reason_of(error)
         if "size mismatch" in str(error):
             published: Any = timm.get_pretrained_cfg(timm_name)
@@ -136,7 +136,7 @@ def published_config(name: str) -> dict[str, Any]:
     """Return timm's facts about the published weights of a network: their classes, normalization and sizes.
 
     Raises:
-        UserError: for an unknown name or tag, and a network without published weights.
+        UserError: for an unknown name or tag, or for a network without published weights.
     """
     check_timm_name(name)
     config: Any = timm.get_pretrained_cfg(name)
@@ -151,8 +151,8 @@ def adapt_weights(part: Description, tensors: dict[str, torch.Tensor]) -> dict[s
     timm resamples position embeddings, and sums or repeats a stem's weights for another number of channels.
 
     Args:
-        part: describes the network, with the image size and channels that are wanted.
-        tensors: its whole state dict for other images, with the head.
+        part: description of the network, with the new image size and channels.
+        tensors: the network's complete state dict for other images, including the head.
 
     Returns:
         The adapted state dict; `tensors` if they cannot be adapted, because they belong to another network.
@@ -169,12 +169,12 @@ def adapt_weights(part: Description, tensors: dict[str, torch.Tensor]) -> dict[s
         }
         options = _options(replace(part, num_classes=len(tensors[head])))
         return timm.create_model(timm_name, pretrained=True, pretrained_cfg_overlay=overlay, **options).state_dict()
-    except Exception:  # tensors of another network may end in anything: the caller says how they differ
+    except Exception:  # tensors of another network may raise anything; the caller reports how they differ
         return tensors
 
 
 def timm_size(timm_name: str | None, image_size: ImageSize) -> int | tuple[int, int] | None:
-    """Return the `img_size` that a network is made for, None if timm builds it for all sizes."""
+    """Return the `img_size` to build a network for; None if timm builds the network for all sizes."""
     config = timm.get_pretrained_cfg(timm_name) if timm_name else None
     if not (config and config.fixed_input_size):
         return None
@@ -186,7 +186,7 @@ def _options(part: Description) -> dict[str, Any]:
     options: dict[str, Any] = {
         "num_classes": part.num_classes,
         "in_chans": part.image_channels,
-    }  # else that of the published weights
+    }  # by default, timm uses that of the published weights
     if (img_size := timm_size(timm_name, part.image_size)) is not None:
         options["img_size"] = img_size
     if timm_name.startswith("vgg"):

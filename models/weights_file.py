@@ -1,4 +1,4 @@
-"""Loads a local file of weights into a network, with a clear error for a file that does not fit."""
+"""Loads a local weights file into a network, with a clear error for a file that does not fit."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def load_weights_file(
 ) -> list[str]:
     """Load a safetensors or `weights_only` file into `module`.
 
-    A head of another kind or with other classes is not changed.
+    The network's head is not changed if the head in the file is of another kind or has other classes.
 
     Args:
-        module: the network to fill, in place.
-        path: the file.
-        description: describes `module`; see `zerovision.models.build.BuiltModel`.
+        module: the network, which is modified in place.
+        path: path of the file.
+        description: description of `module`; see `zerovision.models.build.BuiltModel`.
         heads: names of the classifier's submodules.
-        adapt: adapts tensors of the same network to `module`'s image size and channels; returns them unchanged if they
-            do not fit.
-        class_names: class names of the data; none to keep a head with the same number of classes.
+        adapt: function that adapts tensors of the same network to `module`'s image size and channels, and returns them
+            unchanged if they do not fit.
+        class_names: class names of the data; empty to keep a head with the same number of classes.
 
     Returns:
         Messages for the log, one line each.
@@ -59,7 +59,7 @@ def load_weights_file(
     theirs: Description | None = facts.get("description")
     has_projection = bool(description.embedding or (theirs and theirs.embedding))
     is_other_head = has_projection and found_keys != head_keys
-    has_none = bool(head_keys) and not found_keys  # as timm publishes features
+    has_none = bool(head_keys) and not found_keys  # such as features published by timm
     if is_other_head or has_none:
         tensors = {key: tensor for key, tensor in tensors.items() if key not in found_keys}
         tensors |= {key: expected[key] for key in head_keys}
@@ -102,7 +102,7 @@ def check_finite(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
     """Check that no weight is NaN or infinite; reads every value.
 
     Raises:
-        UserError: with the first tensor that contains NaN or infinity.
+        UserError: if a tensor contains NaN or infinity; the message names the first such tensor.
     """
     if name := not_finite(tensors):
         raise UserError(
@@ -111,19 +111,20 @@ def check_finite(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the name of the first tensor that contains NaN or infinity, None if there is none."""
+    """Return the name of the first tensor that contains NaN or infinity; None if all tensors are finite."""
     return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
 
 
 def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dict[str, Any], list[str]]:
-    """Read a file's tensors (on the CPU); nothing in the file is executed.
+    """Read a file's tensors into CPU memory; nothing in the file is executed.
 
     Args:
-        path: the file.
-        names: names of the network's tensors; a prefix in front of them in the file is removed.
+        path: path of the file.
+        names: names of the network's tensors; a prefix of these names in the file is removed.
 
     Returns:
-        The tensors by name, the metadata of our own files or {}, and notes about what was used from other files.
+        The tensors by name; the metadata, or {} for a file that is not from zerovision; and notes about what was used
+        from such a file.
 
     Raises:
         UserError: for a file that is missing, broken, or would run code.
@@ -149,7 +150,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
         ) from error
     except WrongMetadata as error:
         raise UserError(f"weights file '{path}' {error}") from None
-    except Exception as error:  # on a damaged file the unpickler may raise anything
+    except Exception as error:  # the unpickler may raise anything on a damaged file
         reason = str(error).partition("\n")[0] or "nothing in it"
         raise UserError(f"weights file '{path}' cannot be read: {type(error).__name__}: {reason}") from error
     if found is None:
@@ -162,12 +163,12 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
 
 
 def _unpickled(path: str) -> object:
-    """Return what `torch.save` wrote, if it consists of tensors and plain values.
+    """Return the content of a `torch.save` file, if it consists of tensors and plain values.
 
-    timm and torchvision keep their arguments in an `argparse.Namespace`, which has no code that a pickle could use.
+    timm and torchvision store their arguments in an `argparse.Namespace`, which has no code that a pickle could misuse.
     """
     with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-        warnings.simplefilter("ignore")  # about a pickle that is then refused
+        warnings.simplefilter("ignore")  # about pickles that are then refused
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -184,9 +185,9 @@ def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> No
 def _check_same_network(
     path: str, ours: Description, theirs: Description | None, expected: StateDict, tensors: StateDict
 ) -> None:
-    """Raise an error for tensors that do not fit.
+    """Raise an error if tensors do not fit the network.
 
-    `ours` describes the network, `theirs` the file's network, if the file is from a run.
+    `ours` describes the network, and `theirs` describes the file's network if the file is from a run.
     """
     model_type = ours.model_type
     missing = [key for key in expected if key not in tensors]
@@ -207,7 +208,7 @@ def _check_same_network(
 
 
 def _other_strides(theirs: Description, ours: Description) -> list[str]:
-    """Return a note for each stem layer whose stride differs from the one that our file was trained with."""
+    """Return a note for each stem layer whose stride differs from the stride with which the weights were trained."""
     there, here = theirs.stem_stride_changed, ours.stem_stride_changed
     notes = []
     for name, (usual, _) in {**there, **here}.items():
@@ -231,14 +232,14 @@ def _other_shapes(expected: StateDict, tensors: StateDict) -> dict[str, list[int
 
 StateDict = dict[str, torch.Tensor]
 
-# The average over the steps, which timm's `load_state_dict` prefers: of timm's train.py; of torchvision's references.
+# The average over the steps, which timm's `load_state_dict` prefers, from timm's train.py and torchvision's references.
 AVERAGES = ("state_dict_ema", "model_ema")
-# timm and Lightning; torchvision; PyTorch's tutorial; DeepSpeed; pytorch-cifar.
+# From timm and Lightning, torchvision, PyTorch's tutorial, DeepSpeed, and pytorch-cifar.
 RAW = ("state_dict", "model", "model_state_dict", "module", "net")
 
 
 def find_state_dict(content: object) -> tuple[StateDict, list[str]] | None:
-    """Return the tensors by name in a file's content, and a note if they are an average; None if there are none.
+    """Return the tensors by name in a file's content, and a note if they are an average; None without tensors.
 
     Args:
         content: the result of `torch.load`.
@@ -257,18 +258,18 @@ def find_state_dict(content: object) -> tuple[StateDict, list[str]] | None:
 
 
 def without_prefix(path: str, tensors: Mapping[str, Any], names: Collection[str]) -> tuple[StateDict, list[str]]:
-    """Return the tensors under a network's names, and notes about a removed prefix.
+    """Return the tensors, renamed to match a network's names, and notes about a removed prefix.
 
     Wrappers add a prefix to each name (DDP `module.`, torch.compile `_orig_mod.`), as does a module that contains the
     network (`model.`, `backbone.`). Other tensors, such as a loss's class weights, are left out and reported.
 
     Args:
-        path: path to the file, for the error.
+        path: path of the file, for the error message.
         tensors: tensors of the file.
         names: names of the network's tensors.
 
     Raises:
-        UserError: if the file contains several such networks.
+        UserError: if the file contains several networks with these names.
     """
     first = next(iter(names))
     ends = [key.removesuffix(first) for key in tensors if key.endswith(first)]
@@ -280,7 +281,7 @@ def without_prefix(path: str, tensors: Mapping[str, Any], names: Collection[str]
             f"weights file '{path}' holds {len(prefixes)} such networks ({', '.join(map(repr, prefixes))}): "
             "save the state_dict of one"
         )
-    # Of another network, the prefix that all share is none of the differences.
+    # For another network, a prefix that all tensors share is not reported as a difference.
     columns = zip(*(key.split(".") for key in tensors), strict=False)
     shared = "".join(f"{column[0]}." for column in takewhile(lambda column: len({*column}) == 1, columns))
     prefix = prefixes[0] if prefixes else shared

@@ -1,7 +1,7 @@
-"""The metadata of a weights file, read only here, and checked before anything is built from it.
+"""Reads the metadata of a weights file, and validates the metadata before anything is built from it.
 
 A file may come from anywhere and contain anything. The result of `read_facts` has the right types, bounded size, and
-only the expected keys; `zerovision.models.build.tensor_mismatch` checks whether it fits the file's tensors.
+only the expected keys; `zerovision.models.build.tensor_mismatch` checks whether the result fits the file's tensors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zerovision.models.sides import ImageSize, read_size, sides
 from zerovision.training.base.errors import shown
 from zerovision.training.base.units import plural
 
-# One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
-# shall write equal files.
+# A single key for all metadata: safetensors writes several keys in an order that varies from run to run, and equal runs
+# must write equal files.
 METADATA_KEY = "zerovision"
 METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
-LEFT_OUT = ("image_channels", "embedding", "fit", "values", "decode")  # files had none of these at first
+LEFT_OUT = ("image_channels", "embedding", "fit", "values", "decode")  # files of early versions lack these
 
-LARGEST_HEADER = 16 * 2**20  # bytes; the names of the 21,841 classes of the whole ImageNet take half a million
+LARGEST_HEADER = 16 * 2**20  # bytes; the names of the 21,841 classes of the full ImageNet take half a million
 LONGEST_NAME = 1000  # characters
 DEEPEST_EXTRA = 8  # levels
 LARGEST_STRIDE = 16
@@ -39,15 +39,15 @@ PICTURE_CHANNELS = (1, 3, 4)  # gray, RGB, RGBA
 
 
 class WrongMetadata(ValueError):
-    """Metadata that cannot be used; the message continues "weights file '...'"."""
+    """Raised for metadata that cannot be used; the message is a predicate to follow "weights file '...'"."""
 
 
 class _Section:
-    """A part of the metadata, which checks itself; fields in `LEFT_OUT` are in a file only if they are unusual."""
+    """A part of the metadata that validates itself; fields in `LEFT_OUT` are written only if not at their default."""
 
     @classmethod
     def from_dict(cls, value: Any) -> Self:
-        """Return the object from the JSON of `to_dict`; other keys are ignored.
+        """Create the section from the JSON that `to_dict` returned; other keys are ignored.
 
         Raises:
             WrongMetadata: if a value is missing, has the wrong type, or is out of bounds.
@@ -70,13 +70,13 @@ class Description(_Section):
 
     Attributes:
         model_type: A name of `MODELS`, or `timm:<name>`.
-        timm_name: The network's name in timm; None for ours, and for an ensemble.
+        timm_name: The network's name in timm; None for zerovision's own networks and for an ensemble.
         num_classes: Width of the head.
         image_size: Size of the images, in pixels.
         members: Model names of an ensemble's members.
-        stem_stride_changed: [old, new] by the name of the convolution.
-        image_channels: Channels of the images.
-        embedding: Width of a projection instead of a classifier; 0 for a classifier.
+        stem_stride_changed: Strides that were changed, as [old, new] by the name of the convolution.
+        image_channels: Number of channels of the images.
+        embedding: Width of the projection that replaces the classifier; 0 for a classifier.
     """
 
     model_type: str
@@ -116,11 +116,11 @@ class Preprocessing(_Section):
         resize_size: Size that the resized image covers (for a number, its shorter side) before the center crop; None to
             resize to `image_size`.
         mean: Mean per channel of values in 0..1.
-        std: See `mean`.
+        std: Standard deviation per channel of values in 0..1.
         interpolation: A name in torchvision's `InterpolationMode`.
-        fit: "pad" if the image keeps its shape between bars of the mean color, else "".
+        fit: "pad" if the image keeps its shape between bars of the mean color; otherwise, "".
         values: Type of the numbers, one of `VALUE_TYPES`; integers are scaled as in torchvision's `ToDtype`.
-        decode: "exact" or "numbers" if files are not shrunk while decoding, else "".
+        decode: "exact" or "numbers" if files are not shrunk while decoding; otherwise, "".
     """
 
     image_size: ImageSize
@@ -139,7 +139,7 @@ class Preprocessing(_Section):
             _check_size("resize_size", self.resize_size, LARGEST_RESIZE)
         for name, low, high in (("mean", -LARGEST_MEAN, LARGEST_MEAN), ("std", SMALLEST_STD, LARGEST_STD)):
             numbers = getattr(self, name)
-            # nan is in no range
+            # NaN is in no range
             is_right = isinstance(numbers, tuple) and 1 <= len(numbers) == self.channels
             is_right = is_right and all(type(x) in (int, float) and low <= x <= high for x in numbers)
             _check(is_right, name, numbers, f"{self.channels} number(s) from {low:g} to {high:g}")
@@ -149,7 +149,7 @@ class Preprocessing(_Section):
 
     @property
     def channels(self) -> int:
-        """Channels of the images."""
+        """Number of channels of the images."""
         return len(self.mean) if isinstance(self.mean, tuple) else 0
 
     @property
@@ -159,16 +159,16 @@ class Preprocessing(_Section):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the network's input."""
+        """Number of channels, height and width of the network's input."""
         return self.channels, *self.sides
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether the network takes values that no picture has."""
+        """Whether the network takes arrays that are not 8-bit pictures."""
         return self.values != BYTES or self.channels not in PICTURE_CHANNELS
 
     def at_size(self, size: ImageSize) -> Preprocessing:
-        """Return the preprocessing for square images of another size, with the same visible share."""
+        """Return the preprocessing for square images of another size, which keeps the same share of an image."""
         resize_size = self.resize_size and int(size) * int(self.resize_size) // int(self.image_size)
         return replace(self, image_size=size, resize_size=resize_size)
 
@@ -188,10 +188,10 @@ def open_weights(path: str | os.PathLike[str]) -> safe_open:
 
 
 def read_facts(reader: safe_open) -> dict[str, Any]:
-    """Return description, class_names, preprocessing and extra of an open file; {} if it is not ours.
+    """Return the description, class_names, preprocessing and extra of an open file; {} if it is not from zerovision.
 
     Raises:
-        WrongMetadata: if they are not in the form that `zerovision.training.checkpoint.weights.save_weights` writes.
+        WrongMetadata: if the metadata is not in the format of `zerovision.training.checkpoint.weights.save_weights`.
     """
     text = (reader.metadata() or {}).get(METADATA_KEY)
     if text is None:
@@ -253,12 +253,12 @@ def _check_size(name: str, value: Any, largest: int) -> None:
 
 
 def _check_names(name: str, values: Iterable[Any]) -> None:
-    """Check that texts can be printed and written: bounded length, no unpaired surrogates."""
+    """Check that strings can be printed and written: bounded length, no unpaired surrogates."""
     for value in values:
         is_text = isinstance(value, str) and len(value) <= LONGEST_NAME
         _check(is_text, name, value, f"text of at most {LONGEST_NAME} letters")
         try:
-            os.fsencode(value)  # names of folders may contain bytes that are no text
+            os.fsencode(value)  # folder names may contain bytes that are not valid text
         except UnicodeEncodeError:
             _check(False, name, value, "text")
 
@@ -269,5 +269,5 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 def _check(right: bool, name: str, value: Any, expected: str) -> None:
     if not right:
-        value = [*value] if isinstance(value, tuple) else value  # as JSON has it
+        value = [*value] if isinstance(value, tuple) else value  # as in JSON
         raise WrongMetadata(f"has the metadata {name} {shown(value)}: expected {expected}")
