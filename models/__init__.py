@@ -1,4 +1,4 @@
-"""The table of networks; `zerovision.models.build` builds them.
+"""Defines the table of networks, which `zerovision.models.build` builds.
 
 Importing this module loads neither torch nor timm, because the command line reads the table for `--help`.
 """
@@ -29,7 +29,7 @@ class ModelSpec:
             ensemble has no module, because `zerovision.models.build` builds it from its members.
         always_pretrained: Whether the model requires pretrained weights, from the hub or from `--weights FILE`.
         learning_rate: Default peak learning rate of AdamW when training from random weights; see docs/dev/models.md.
-        takes_members: Whether the network consists of other models in this table.
+        takes_members: Whether the network consists of other models in `MODELS`.
         whitens_stem: Whether the first convolution whitens the training images if training starts from random weights.
     """
 
@@ -86,7 +86,7 @@ def check_model_name(name: str) -> None:
     if of_hub.startswith(HUB_PREFIX) and of_hub != name:
         raise UserError(f"model '{name}': a network of the Hugging Face hub is {of_hub}.")
     if name not in MODELS and name.removeprefix(TIMM_PREFIX) in (name, "", *MODELS):
-        from zerovision.models.timm_models import name_in_timm  # only a wrong name waits for timm
+        from zerovision.models.timm_models import name_in_timm  # imported late, only for a wrong name
 
         raise unknown_name("model", name, [*MODELS, f"{TIMM_PREFIX}<name>"], name_in_timm(name, MODELS))
 

@@ -27,7 +27,7 @@ LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
 
 class Piece(NamedTuple):
-    """The bytes that a network's computation needs from one place to the next, for one micro-batch.
+    """The bytes that a network's computation needs from one place in it to the next, for one micro-batch.
 
     Attributes:
         saved: number of bytes that the forward pass keeps for the backward pass.
@@ -71,7 +71,7 @@ def activations(
     channels_last: bool = True,
     places: Sequence[str] = (),
 ) -> Activations:
-    """Count the memory of a forward and a backward pass without data, with gradients added to existing gradients.
+    """Count the memory of a forward and a backward pass without data, accumulating into existing gradients.
 
     Args:
         network: the result of `without_data`, which maps float32 images [B, C, H, W] to logits; activation
@@ -79,7 +79,7 @@ def activations(
         shape: shape of a micro-batch of images, [B, C, H, W].
         precision: 'fp32', or 'bf16' or 'fp16' for autocast, whose copies of the weights are counted.
         device: 'cpu', or 'cuda', whose autocast normalizes in fp32.
-        channels_last: whether the engine keeps convolution weights in the images' order of dimensions.
+        channels_last: whether the engine keeps convolution weights in the channels_last format.
         places: names of distinct modules, in the order in which they run, between which bytes are also counted.
     """
     copies = functools.partial(onednn_copies, channels_last=channels_last) if device == "cpu" else None
@@ -207,7 +207,7 @@ def onednn_copies(operation: Any, args: Any, *, channels_last: bool) -> int:
 
 
 def _normalize_in_float32(network: nn.Module) -> None:
-    """Normalize in float32, as autocast does only on CUDA (https://docs.pytorch.org/docs/stable/amp.html)."""
+    """Make norm layers run in float32, as autocast does only on CUDA (https://docs.pytorch.org/docs/stable/amp.html)."""
     for part in network.modules():
         if isinstance(part, nn.LayerNorm | nn.GroupNorm):
             part.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))

@@ -33,7 +33,7 @@ class BuiltModel:
     Attributes:
         module: Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings (see
             `ProjectionHead`).
-        description: The description for `rebuild_model`.
+        description: Description of the network for `rebuild_model`.
         notes: One-line messages for the log.
         head_parameter_names: Names of the classifier's parameters, which are trained first in fine-tuning.
     """
@@ -57,10 +57,10 @@ def build_model(
 
     Args:
         config: settings with the model and its initial weights. Dropout and drop path are not part of the description,
-            because only training uses them; the batch size is needed to reject one that BatchNorm cannot use.
+            because only training uses them; the batch size is needed to reject a size that BatchNorm cannot use.
         num_classes: width of the head.
-        image_size: size of the images, pixels.
-        image_channels: channels of the images.
+        image_size: size of the images, in pixels.
+        image_channels: number of channels of the images.
         loads_weights: whether the network starts from the configured weights; otherwise, every model starts from random
             weights.
         class_names: class names of the data, by which the loaded classifier is reordered; empty to keep its order.
@@ -129,7 +129,7 @@ def tensor_mismatch(description: Description, shapes: Mapping[str, Sequence[int]
 
     Args:
         description: a `BuiltModel.description`.
-        shapes: shapes of every tensor, by name.
+        shapes: shape of every tensor in the file, by name.
 
     Raises:
         UserError: for a description that `build_model` did not write.
@@ -276,7 +276,7 @@ def put_projection(module: nn.Module, model_type: str, width: int) -> nn.Module:
     """Replace a network's classifier with a projection, and return the network.
 
     Raises:
-        UserError: if the classifier is not one linear layer.
+        UserError: if the classifier is not a single linear layer.
     """
     names = as_names(getattr(module, "default_cfg", {}).get("classifier"))
     classifier = module.get_submodule(names[0]) if len(names) == 1 else None

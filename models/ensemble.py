@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Ensemble(nn.Module):
-    """A deep ensemble: each member is trained with its own loss; in evaluation, their probabilities are averaged.
+    """A deep ensemble: members are trained with separate losses; in evaluation, their probabilities are averaged.
 
     See Lakshminarayanan et al. 2017 (https://arxiv.org/abs/1612.01474). If trained on the average, a member would learn
     little from images that other members already classify correctly, and end up worse than if trained alone.
@@ -38,7 +38,7 @@ class Ensemble(nn.Module):
             In training mode, the logits of each member, `[B, num_classes, members]`; in evaluation mode, the
             `log_mean_probability` of all members, `[B, num_classes]`.
         """
-        draws = self.training and not (images.is_meta or isinstance(images, FakeTensor))  # not without data
+        draws = self.training and not (images.is_meta or isinstance(images, FakeTensor))  # no draws without data
         seeds = torch.randint(1 << 62, (len(self.members),)).tolist() if draws else []
         answers = []
         for number in self.own:
@@ -72,7 +72,7 @@ def mean_over_members(loss: Callable[[torch.Tensor], torch.Tensor], logits: torc
     """Return the mean of a loss over the members; for a single network, the loss itself.
 
     Args:
-        loss: maps logits `[B, num_classes]` to losses `[B]`.
+        loss: function that maps logits `[B, num_classes]` to losses `[B]`.
         logits: `[B, num_classes, members]` from an ensemble in training mode, or `[B, num_classes]`.
     """
     if logits.ndim == 2:

@@ -39,7 +39,7 @@ def create_for_image_size(
         The network and the strides that were changed.
 
     Raises:
-        UserError: if the size does not work; the message names one that does.
+        UserError: if the size does not work; the message names a size that does.
     """
     image_size, batch_size = part.image_size, config.micro_batch
     fit = partial(_create_and_fit, create, part, 0 if config.stem == "keep" else SMALL_IMAGE_PIXELS)

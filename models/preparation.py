@@ -51,7 +51,7 @@ class Preparation(NamedTuple):
         """Return the preprocessing in timm's `pretrained_cfg`, with timm's defaults.
 
         Raises:
-            ValueError, KeyError, TypeError: if it is invalid.
+            ValueError, KeyError, TypeError: if `published` is invalid.
         """
         mean, std = (tuple(map(float, published[name])) for name in ("mean", "std"))
         fit = FITS.get(published.get("crop_mode") or "center")
@@ -98,7 +98,7 @@ def differences(there: Preparation, here: Preparation, *, of_arrays: bool) -> st
 def starting_preparations(
     model_type: str, members: Sequence[str], *, pretrained: bool, weights: str
 ) -> list[Preparation]:
-    """Return the preprocessing of the starting weights: empty for random weights, maybe several for an ensemble.
+    """Return the preprocessing of the starting weights; empty for random weights, several for some ensembles.
 
     Args:
         model_type: a name in `MODELS`, or `timm:<name>`.

@@ -52,7 +52,7 @@ TENSOR_PLANS: dict[str, dict[str, Region]] = {
     "VGG": {"ConvMlp": Region({"fc1": 1}, "fc2", dropout="drop")},
 }
 TENSOR_PLANS["Eva"] = TENSOR_PLANS["VisionTransformer"] | {"EvaAttention": _ATTENTION, "AttentionRope": _ATTENTION}
-WIDE_HEAD = 2**20  # weights that a classifier needs to be worth exchanging its outputs
+WIDE_HEAD = 2**20  # classifier weights from which exchanging the outputs pays off
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def load_weights_file(
     theirs: Description | None = facts.get("description")
     has_projection = bool(description.embedding or (theirs and theirs.embedding))
     is_other_head = has_projection and found_keys != head_keys
-    has_none = bool(head_keys) and not found_keys  # such as features published by timm
+    has_none = bool(head_keys) and not found_keys  # such as a feature extractor from timm
     if is_other_head or has_none:
         tensors = {key: tensor for key, tensor in tensors.items() if key not in found_keys}
         tensors |= {key: expected[key] for key in head_keys}
@@ -102,7 +102,7 @@ def check_finite(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
     """Check that no weight is NaN or infinite; reads every value.
 
     Raises:
-        UserError: if a tensor contains NaN or infinity; the message names the first such tensor.
+        UserError: if a tensor contains NaN or infinity; the message names that tensor.
     """
     if name := not_finite(tensors):
         raise UserError(
@@ -123,8 +123,8 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
         names: names of the network's tensors; a prefix of these names in the file is removed.
 
     Returns:
-        The tensors by name; the metadata, or {} for a file that is not from zerovision; and notes about what was used
-        from such a file.
+        The tensors by name; the metadata, or {} for a file that is not from zerovision; and notes about how the file
+        was used.
 
     Raises:
         UserError: for a file that is missing, broken, or would run code.

@@ -1,4 +1,4 @@
-"""Reads the metadata of a weights file, and validates the metadata before anything is built from it.
+"""Reads and validates the metadata of a weights file before anything is built from it.
 
 A file may come from anywhere and contain anything. The result of `read_facts` has the right types, bounded size, and
 only the expected keys; `zerovision.models.build.tensor_mismatch` checks whether the result fits the file's tensors.
@@ -39,11 +39,11 @@ PICTURE_CHANNELS = (1, 3, 4)  # gray, RGB, RGBA
 
 
 class WrongMetadata(ValueError):
-    """Raised for metadata that cannot be used; the message is a predicate to follow "weights file '...'"."""
+    """Raised for invalid metadata; the message continues a sentence that starts with "weights file '...'"."""
 
 
 class _Section:
-    """A part of the metadata that validates itself; fields in `LEFT_OUT` are written only if not at their default."""
+    """A self-validating part of the metadata; fields in `LEFT_OUT` are written only if they differ from the default."""
 
     @classmethod
     def from_dict(cls, value: Any) -> Self:
@@ -69,7 +69,7 @@ class Description(_Section):
     """The description of a network for `zerovision.models.build.rebuild_model`.
 
     Attributes:
-        model_type: A name of `MODELS`, or `timm:<name>`.
+        model_type: A name in `MODELS`, or `timm:<name>`.
         timm_name: The network's name in timm; None for zerovision's own networks and for an ensemble.
         num_classes: Width of the head.
         image_size: Size of the images, in pixels.

@@ -1,4 +1,4 @@
-"""The views of an image to average, and the calibration file next to the weights; does not import torch."""
+"""Defines the views of an image to average, and reads the calibration file next to the weights, without torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Views(NamedTuple):
     """Which views of each image are averaged.
 
     Attributes:
-        flip: whether to add the mirror image of each view, and to give each of the two half of the view's weight.
+        flip: whether to add the mirror image of each view; the view and its mirror image have equal weights.
         shift_pixels: number of pixels by which two more views are shifted, one up and to the left, the other down and
-            to the right, with reflected edges; 0 for no shifted views. Each of the two has a weight of a quarter, and
-            the image itself a half (Jordan 2024, https://arxiv.org/abs/2404.00498, section 3.5).
+            to the right, with reflected edges; 0 for no shifted views. Each shifted view has a weight of a quarter,
+            and the original image a weight of a half (Jordan 2024, https://arxiv.org/abs/2404.00498, section 3.5).
     """
 
     flip: bool = False

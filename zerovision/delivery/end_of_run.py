@@ -58,7 +58,7 @@ def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: 
 
 def _write_evaluation(folder: RunFolder, name: str, source: Source) -> None:
     facts = read_scores(folder.path / name)
-    # If a run was killed between writing the scores and the weights, the scores are from another epoch.
+    # If a run was killed between writing the weights and the scores, the scores are from an older epoch.
     if facts is not None and facts["epoch"] == read_metadata(folder.weights)["extra"].get("epoch"):
         explain = None
         with contextlib.suppress(Exception):  # for example, for weights without a classifier

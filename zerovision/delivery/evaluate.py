@@ -97,7 +97,7 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
 
 
 def run(settings: EvaluateSettings) -> int:
-    """Run the command and return its exit code; every rank that was started calls this."""
+    """Run the command and return its exit code; every rank calls this."""
     evaluate(verbose=True, **vars(settings))
     return 0
 
@@ -301,7 +301,7 @@ def _write(evaluation: Evaluation, scores: dict[str, Any]) -> None:
 
 
 def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> None:
-    """Print the scores overall and per class; if there are many classes, only those with the lowest F1 are shown."""
+    """Print the overall and per-class scores; if there are many classes, show only those with the lowest F1."""
     console = open_console()
     for note in notes:
         console.print(f"note: {printable(note)}", soft_wrap=True)

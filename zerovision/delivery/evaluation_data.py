@@ -140,7 +140,7 @@ def load_evaluation_data(
 
 
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
-    """Return why the run's data cannot be used: there is none here, or it is not what the run was trained on."""
+    """Return why the run's data cannot be used: it is missing here, or it is not what the run was trained on."""
     if not os.path.exists(os.path.expanduser(data)):
         return f"'{data}', which the run was trained on, is not here: give --data with its full path."
     place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"

@@ -128,7 +128,7 @@ def _write_reasons(
 
 
 def contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[Sequence[tuple[str, str]]]) -> Image.Image:
-    """Arrange pictures in rows, with two lines of (text, color) below each."""
+    """Arrange pictures in rows, with two lines of (text, color) below each picture."""
     font = ImageFont.load_default(FONT_PIXELS)
     width, height = THUMBNAIL_PIXELS + TILE_GAP, THUMBNAIL_PIXELS + 2 * LINE_PIXELS + TILE_GAP
     lines = max(-(-len(pictures) // COLUMNS), 1)

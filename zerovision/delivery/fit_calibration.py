@@ -115,8 +115,8 @@ class Calibrator:
 def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
     """Return the temperature with the smallest loss; 1 if all images are classified correctly.
 
-    The loss is convex in 1 / temperature, so it has one minimum. A network that is worse than chance results in the
-    highest temperature. The result does not depend on the number of ranks.
+    The loss is convex in 1 / temperature, so it has one minimum. For a network that is worse than chance, the highest
+    temperature is returned. The result does not depend on the number of ranks.
     """
 
     def slope(logarithm: float) -> float:
@@ -144,7 +144,7 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
 def threshold_of(details: SampleScores, reject: str) -> float:
     """Return the threshold in `--reject`, or the lowest threshold that reaches the accuracy in `--reject`.
 
-    The latter lies halfway between the confidences of the last accepted and the first rejected image.
+    A threshold for an accuracy is halfway between the confidences of the last accepted and the first rejected image.
 
     Raises:
         UserError: if no threshold reaches that accuracy.

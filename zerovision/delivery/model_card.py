@@ -67,7 +67,7 @@ NOT_RECIPE = frozenset(
 
 
 def write_model_card(run: Path) -> Path | None:
-    """Write README.md into the folder of a finished run, unless it contains a README.md without `MARK`.
+    """Write README.md into the folder of a finished run, unless the folder contains a README.md without `MARK`.
 
     Args:
         run: the run's folder, with config.json, environment.json, metrics.jsonl, model.safetensors and the evaluation.

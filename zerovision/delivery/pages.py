@@ -41,7 +41,7 @@ def plain(value: float) -> str:
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
-    """Format a share of 0..1 as a percentage; '–' for None."""
+    """Format a share in 0..1 as a percentage; '–' for None."""
     return "–" if share is None or not math.isfinite(share) else f"{100 * share:.{decimals}f}{THIN}%"
 
 
@@ -84,7 +84,7 @@ def isolate(text: str) -> str:
 def data_uri(image: bytes | Image, kind: str, **options: Any) -> str:
     """Return an image as a data URI.
 
-    Bytes must be the content of a file of this `kind`, such as "png"; an image is encoded as `kind` with Pillow's
+    Bytes must be the content of a file of type `kind`, such as "png"; an image is encoded as `kind` with Pillow's
     `options`.
     """
     if isinstance(image, bytes):

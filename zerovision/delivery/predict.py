@@ -62,7 +62,7 @@ class Prediction:
 
     Attributes:
         image: the path as given.
-        labels: names of the most probable classes, in descending order; empty if the image cannot be read.
+        labels: names of the most probable classes, the most probable first; empty if the image cannot be read.
         probabilities: probabilities of `labels`, in 0..1; calibrated if the model is calibrated.
         note: a remark about the image, on one line; usually empty.
         error: reason why the image cannot be read, on one line; empty if the image can be read.
@@ -104,8 +104,8 @@ class Predictor:
         metadata: metadata of the network's weights.
         settings: the user's settings.
         views: the views of each image whose probabilities are averaged.
-        reader: loads and preprocesses the images.
-        calibration: turns logits into probabilities and rejects images; None for plain softmax.
+        reader: object that loads and preprocesses the images.
+        calibration: calibration that turns logits into probabilities and rejects images; None for plain softmax.
         explains: whether predictions include a picture.
     """
 

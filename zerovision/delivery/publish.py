@@ -138,7 +138,7 @@ def timm_config(metadata: dict[str, Any]) -> bytes:
 
 
 def _kept_share(preprocessing: Preprocessing) -> float | None:
-    """Return the `crop_pct` from which timm computes the size to resize images to; None if no value results in it."""
+    """Return the `crop_pct` from which timm computes the size to resize images to; None if no value works."""
     if preprocessing.resize_size is None:
         return 1.0
     kept, resized = preprocessing.sides, sides(preprocessing.resize_size)

@@ -1,4 +1,4 @@
-"""Finds the trained model that a user names: a run's name, a run's folder, or a safetensors file."""
+"""Finds the trained model that a user gives as a run's name, a run's folder, or a safetensors file."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def probabilities_of(
 
 
 def views_of(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:
-    """Return the weight and the images of each view; the images of the first view are the originals."""
+    """Return the weight and the images of each view, starting with the unchanged images."""
     weighted, far, (height, width) = [(1.0, images)], views.shift_pixels, images.shape[2:]
     if far:
         padded = nn.functional.pad(images, (far,) * 4, mode="reflect")

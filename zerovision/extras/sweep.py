@@ -109,7 +109,7 @@ class RunningSweep:
         sweep: settings of the sweep.
         trials: all trials of the sweep.
         folder: the sweep's folder, with its command line and the trials' states and output.
-        epochs: number of epochs of a complete training.
+        epochs: number of epochs of a complete training run.
         best_by: the score by which trials are chosen, a key of `SCORE_NAMES`.
         ranks: number of ranks of each trial.
     """
@@ -177,7 +177,7 @@ class RunningSweep:
         return reached
 
     def rungs(self) -> list[int]:
-        """Return the epochs after which only the better trials continue, and finally the last epoch of training."""
+        """Return the epochs after which only the better trials continue, followed by the last epoch."""
         share = self.sweep.halving
         if not share:
             return [self.epochs]
@@ -185,7 +185,7 @@ class RunningSweep:
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
 
     def stop(self) -> None:
-        """Tell the running trials to save and exit, and start no others; never blocks, for use in signal handlers."""
+        """Tell running trials to save and exit, and start no others; signal handlers call this, so it never blocks."""
         self._is_stopped = True
 
     def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[Place | None]) -> SweepTrial:

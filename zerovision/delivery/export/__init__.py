@@ -1,4 +1,4 @@
-"""Exports a trained model to a file that other programs can run; this module has the table of formats and precisions.
+"""Exports a trained model to a file that other programs run; contains the table of formats and precisions.
 
 Importing this package loads neither torch nor onnx, so that `--help` can print the table without delay.
 """

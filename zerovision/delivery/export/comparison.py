@@ -54,7 +54,7 @@ class Agreement:
 
     Attributes:
         difference: largest absolute difference between a logit of the file and of the PyTorch module.
-        rms_share: root mean square of the differences, relative to that of the PyTorch module's logits.
+        rms_share: root mean square of the differences, relative to the root mean square of the PyTorch module's logits.
         batch_difference: largest absolute difference between logits of the file at different batch sizes.
         scale: largest absolute logit of the PyTorch module.
         equal_top1: share of images, 0 to 1, for which the file and the PyTorch module predict the same class.

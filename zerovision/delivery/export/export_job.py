@@ -64,7 +64,7 @@ class CheckImages:
         return len(self.labels)
 
     def is_right(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return, as bool [N], whether an image's highest logit [N, classes] is that of its class or of one of them."""
+        """Return whether the highest of each image's logits, [N, classes], is that of a correct class, bool [N]."""
         return self.task.hits(logits.argmax(1, keepdim=True), self.labels)[:, 0]
 
 

@@ -1,6 +1,6 @@
-"""Preprocessing inside an exported file, which maps pictures of any size to the probabilities of `predict`.
+"""Puts the preprocessing into an exported file, which then maps pictures of any size to the probabilities of `predict`.
 
-PyTorch resizes 8-bit images in integers: first the columns, then the rows, with 16-bit weights, rounding after each
+PyTorch resizes 8-bit images with integers: first the columns, then the rows, with 16-bit weights, rounding after each
 step. This module does the same by two matrix products, because every runtime supports matrix products and few support
 an antialiased Resize. The sums are whole numbers below 2^24, which float32 represents exactly, unless a picture is
 shrunk very far.
@@ -37,7 +37,7 @@ class FromPictures(nn.Module):
         calibration: the model's calibration, or None.
 
     Raises:
-        UserError: if the network takes images that are not 8-bit, or resized by a filter without antialiasing.
+        UserError: if the network takes images that are not 8-bit, or that are resized by a filter without antialiasing.
     """
 
     mean: torch.Tensor

@@ -230,7 +230,7 @@ def compare(folders: Sequence[Path]) -> list[str]:
 
 
 def mcnemar(right: np.ndarray, other: np.ndarray) -> tuple[int, int, float]:
-    """Return on how many images only the first and only the second model is right, and the p-value.
+    """Return the numbers of images that only the first and only the second model gets right, and the p-value.
 
     This is the exact form of McNemar's test (1947, https://doi.org/10.1007/BF02295996): if the models do not differ,
     each is equally likely to be the one that is right. Dietterich 1998 (https://doi.org/10.1162/089976698300017197)

@@ -46,7 +46,7 @@ class Process:
     Attributes:
         logged_seconds: seconds of each span in the logged intervals, and of evaluations and saves between intervals.
         end: the `end` line; None if the process did not log one.
-        gap_seconds: seconds from the last line of the previous process to the first of this one.
+        gap_seconds: seconds from the last line of the previous process to the first line of this process.
         follows_failure: whether the previous process has no `end` line.
     """
 
@@ -78,10 +78,10 @@ class History:
         processes: one `Process` for each start of the run.
         repeated_steps, repeated_seconds: amount of logged training that was repeated after restarts.
         logged_images, logged_seconds: sums over all logged intervals, including repeated intervals.
-        memory_bytes_per_rank: peak memory of each rank; before the first epoch ends, only that of rank 0 is known.
+        memory_bytes_per_rank: peak memory of each rank; before the first epoch ends, only rank 0's is known.
         first_time, last_time: Unix times of the first and last lines in seconds; None if nothing was logged.
         last_kind: kind of the last line; '' if nothing was logged.
-        steps_per_epoch, total_steps: values in the latest `step` line; 0 before the first such line.
+        steps_per_epoch, total_steps: values in the latest `step` line; 0 before the first `step` line.
     """
 
     def __init__(self) -> None:

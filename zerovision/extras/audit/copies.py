@@ -1,7 +1,7 @@
 """Finds images that are copies of one another: re-encoded, resized, brightened, mirrored or cropped.
 
 Every image is described by the lowest frequencies of its cosine transform, as in a perceptual hash (Zauner 2010,
-http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but by their values instead of their signs. Candidates are
+http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but by the numbers instead of their signs. Candidates are
 found by the descriptions of an image's windows and of its mirror image. The pictures are then aligned, and the
 remaining difference is compared with the usual difference between similar images.
 """
@@ -151,7 +151,7 @@ class _Bank:
 
 
 def _unit(images: torch.Tensor) -> torch.Tensor:
-    """Return [P, SIDE, SIDE] as vectors with mean 0 and length 1."""
+    """Return images [P, SIDE, SIDE] as vectors with mean 0 and length 1."""
     flat = images.float().flatten(1)
     return F.normalize(flat - flat.mean(1, keepdim=True))
 
@@ -167,7 +167,7 @@ def _looks(images: torch.Tensor) -> torch.Tensor:
 
 
 def _typical_looks(images: torch.Tensor, likes: torch.Tensor) -> torch.Tensor:
-    """Return the largest difference of each image, and of its details, from similar ones, float32 [2, N]."""
+    """Return the largest difference of each image, and of its details, from similar images, float32 [2, N]."""
     found = []
     for part in torch.arange(len(likes)).split(COMPARED_AT_ONCE // SIDE**2 // likes.shape[1]):
         others = _looks(images[likes[part].flatten()]).view(2, len(part), -1, SIDE**2)
@@ -199,7 +199,7 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
 
 
 def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Iterator[tuple[int, float]]:
-    """Align the pairs; yield the position and difference of each similar one, as a share of the limits [2, P]."""
+    """Align the pairs; for each similar pair, yield its position and its difference as a share of the limits [2, P]."""
     for places in torch.arange(len(pairs.one)).split(COMPARED_AT_ONCE // SIDE**2 // 8):
         scales, *starts = torch.tensor(WINDOWS)[pairs.window[places]].T
         boxes = torch.stack([2 * (1 - scales) * start - 1 for start in reversed(starts)], 1)
@@ -238,8 +238,8 @@ def _fit(
         pairs: the candidates.
         places: int64 [P], positions of the pairs to fit.
         boxes: float32 [P, 4], left, upper, right and lower edge of each window, in -1 to 1. Each edge moves
-            independently; otherwise the center of a window that covers the whole image could not move before its size
-            changes.
+            independently; otherwise, the center of a window that covers the whole image could not move before its
+            size changes.
         steps: number of Adam steps.
     """
     whole = _whole(images, pairs, places)
