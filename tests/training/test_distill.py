@@ -191,11 +191,13 @@ def test_the_classes_of_published_weights_are_told_by_name(teachers, published, 
     published(10)
     assert_user_error(train_here(*given), "has no names for its 10 classes", "give --teacher-classes FILE")
     published(1000)
-    assert_user_error(train_here(*given), "does not know 10 of the 10 classes, such as '0'", "such as 'n01440764'")
+    assert_user_error(train_here(*given), "has no output for 10 of the 10 classes, such as '0'", "such as 'n01440764'")
     (names := tmp_path / "names.txt").write_bytes(b"\xef\xbb\xbf0\r\n2 \r\n1\r\n")
     assert_user_error(train_here(*given, "--teacher-classes", str(names)), "has 3 lines", "1000 outputs")
     published(3)
-    assert_user_error(train_here(*given, "--teacher-classes", str(names)), "does not know 7 of the 10", "such as '3'")
+    assert_user_error(
+        train_here(*given, "--teacher-classes", str(names)), "has no output for 7 of the 10", "such as '3'"
+    )
     assert_user_error(train_here(*given, "--teacher-classes", str(tmp_path)), "cannot be read")
     published(10)
     names.write_text("".join(f"{n}\n" for n in range(10)))

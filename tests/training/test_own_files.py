@@ -41,7 +41,7 @@ def test_network_loss_and_logger_of_own_files_are_trained_and_evaluated(tmp_path
     for words in ([str(run)], [str(run / "model.safetensors"), *of("own_logger", "own_loss")]):
         refused = evaluate(*words)
         assert refused.returncode == 2
-        assert "--plugin 'own_network.py', which is never loaded by itself: add --plugin FILE." in refused.stderr
+        assert "--plugin 'own_network.py', which is never loaded automatically: add --plugin FILE." in refused.stderr
         assert refused.stderr.count("\n") == 1
     again = evaluate(str(run), *files, "--output", str(tmp_path / "again"))
     assert again.returncode == 0, again.stderr
@@ -70,4 +70,4 @@ def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_
     monkeypatch.setattr(plugins, "_LOADED", {})
     forgotten = train_here("--run-name=one", f"--log-dir={tmp_path}", "--epochs=3", "--resume=auto")
     assert forgotten.returncode == 2
-    assert "this run was made with --plugin 'mine.py', which is never loaded by itself" in forgotten.stderr
+    assert "this run was made with --plugin 'mine.py', which is never loaded automatically" in forgotten.stderr

@@ -332,7 +332,7 @@ def test_a_run_that_diverges_says_so_and_calls_nothing_the_best(tmp_path):
     sound = [epoch for epoch in epochs if epoch["is_best"]]
     assert all(epoch["diverged"] is None for epoch in sound)
     assert (folder / "model.safetensors").exists() == bool(sound)
-    assert "no weights are saved: no epoch was sound" in lines
+    assert "no weights are saved: every epoch diverged" in lines
     assert "Diverged: after epoch 2 of 2 the " in (folder / "report.html").read_text(encoding="utf-8")
     assert "Traceback" not in result.stderr
 

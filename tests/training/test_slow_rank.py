@@ -31,7 +31,7 @@ def test_the_rank_that_sleeps_is_named_once(slow_rank, span, reduces, reports):
     (message,) = first["messages"]
     found = re.fullmatch(
         rf"rank {slow_rank} \(host {re.escape(socket.gethostname())}-{slow_rank}\) is slow: "
-        r"([\d.]+) ms of work per step, the others ([\d.]+) ms \(median\)",
+        r"([\d.]+) ms of work per step, ([\d.]+) ms in the other ranks \(median\)",
         message,
     )
     assert found, message

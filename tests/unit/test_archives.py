@@ -337,7 +337,7 @@ WRONG_SAMPLES = {
         [labelled("1") | {"1.jpg": png()}],
         r"the sample '1' has several images, \.png and \.jpg: choose one by --path-column png",
     ),
-    "one key twice in a row": ([[*labelled("1").items()] * 2], r"the key '1' occurs twice: a key is one sample"),
+    "one key twice in a row": ([[*labelled("1").items()] * 2], r"the key '1' occurs twice: all files of a sample"),
     "one key appended": (
         [[*labelled("1").items(), *labelled("2").items(), *labelled("1").items()]],
         r"the key '1' occurs twice.*tar --sort=name",

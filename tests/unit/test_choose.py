@@ -73,8 +73,8 @@ def test_facts_decide(facts, effort, expected):
     [
         (UNREACHABLE, "model_type", f"{RESNET.network} has pretrained weights, which are not available here"),
         (TRAINED, "model_type", "in the hub's cache, license apache-2.0"),
-        (FEW, "class_weights", "the rarest class has 2 images, the largest 400"),
-        (FEW, "batch_size", "8 updates an epoch"),
+        (FEW, "class_weights", "the rarest class has 2 images, the most common 400"),
+        (FEW, "batch_size", "8 updates per epoch"),
         (PHOTOGRAPHS, "minutes", "--effort minutes"),
     ],
 )

@@ -251,7 +251,7 @@ def test_the_bound_is_one_of_all_caches_together(tmp_path):
         first.put(index, np.zeros((4, 8, 3), dtype=np.uint8), 7)  # 192 bytes of pixels, 64 of index
     second, note = open_cache(given, "second", 5000)
     assert (first.max_bytes, second.max_bytes) == (1000, 1000 - 256)
-    assert "of which 0.00 GB fit beside what is in" in note
+    assert "of which 0.00 GB still fit into" in note
     assert first.get(0) is not None
 
 

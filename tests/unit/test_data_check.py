@@ -94,7 +94,7 @@ def test_doctor_names_what_is_unreadable(folder, monkeypatch, capsys):
     assert errors == ""
     assert f"unreadable: '{folder}/a/text.jpg': not an image" in printed
     assert f"note on '{folder}/a/0.png': several frames" in printed
-    assert "skipped 1 file without an image's type or extension: 1 not a regular file" in printed
+    assert "skipped 1 file with an unsupported type or extension: 1 not a regular file" in printed
     assert "[b]" in printed
 
 

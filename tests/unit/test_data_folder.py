@@ -121,7 +121,7 @@ def test_names_of_any_case_nested_folders_and_hidden_files(tmp_path):
     assert names == expected
     assert pair.class_names == ["a", "b"]
     assert pair.notes == [
-        "skipped 1 file without an image's type or extension: 1 .txt",
+        "skipped 1 file with an unsupported type or extension: 1 .txt",
         "skipped 2 hidden files and folders of the system: ._001.png, .cache",
     ]
 
@@ -250,7 +250,7 @@ def test_train_valid_and_test(tmp_path):
         assert {os.path.relpath(name, tmp_path).split("/")[0] for name in files_of(dataset)} == {part}
         assert len(dataset) == count
     assert pair.fingerprint == plain.fingerprint  # a test part changes nothing that is trained
-    assert pair.notes[1] == "2 images beside the class folders belong to no class, and are not used: loose.JPG"
+    assert pair.notes[1] == "2 images next to the class folders belong to no class and are not used: loose.JPG"
     make_images(tmp_path / "test", {"c": 1})
     with pytest.raises(UserError, match="only in the test part: 'c'"):
         load(tmp_path)
@@ -260,7 +260,7 @@ def test_val_part_names_the_folder_to_validate_on(tmp_path):
     for fold in ("fold0", "fold1", "fold2"):
         make_images(tmp_path / fold, {"a": 2, "b": 3})
     with pytest.raises(
-        UserError, match=r"'fold0', 'fold1', 'fold2' contain folders of the same names.*--val-part fold2"
+        UserError, match=r"'fold0', 'fold1', 'fold2' contain folders with the same names.*--val-part fold2"
     ):
         load(tmp_path)
     pair = load(tmp_path, val_part="fold1")

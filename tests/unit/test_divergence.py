@@ -121,7 +121,7 @@ def test_the_last_lines_name_divergence(folders):
     first, *rest = result(old, best_epoch=2, diverged_epochs_in_row=2)
     assert first.startswith("the training diverged in epoch 3: start a new run with a lower --learning-rate")
     assert rest == result(old, best_epoch=2)
-    assert result(old, diverged_epochs_in_row=1)[1:] == ["no weights are saved: no epoch was sound"]
+    assert result(old, diverged_epochs_in_row=1)[1:] == ["no weights are saved: every epoch diverged"]
     assert result(old) == ["no weights are saved: no epoch has a finite top-1"]
 
 

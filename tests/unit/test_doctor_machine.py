@@ -141,7 +141,7 @@ def test_gpus_and_cores_against_what_was_promised(
         ((WELL_GPU,), "ok", "80 GiB each"),
         ((WELL_GPU, WELL_GPU | {"ecc_uncorrected": 3}), "wrong", "GPU 1: 3 uncorrected memory errors"),
         ((HOT_GPU,), "warning", "GPU 0: 87 degrees C"),
-        ((WELL_GPU, DESKTOP_GPU), "warning", "GPU 1: 5211 MiB taken already"),
+        ((WELL_GPU, DESKTOP_GPU), "warning", "GPU 1: 5211 MiB already in use"),
     ],
 )
 def test_a_gpus_health(given: tuple[dict[str, Any], ...], verdict: str, said: str) -> None:

@@ -194,7 +194,7 @@ def test_no_flag_of_ours_is_taken_for_anothers(tmp_path, monkeypatch):
     answered = {word for answer in trainers for word in FLAGS[answer].split()}
     for word in sorted(words & answered - {"b", "c", "m", "a", "j", "v", "q", "k", "o"}):
         assert word not in own
-        assert re.search("Here that is|[.] [A-Z]", told([f"--{word}", "1"]))
+        assert re.search("[.] [A-Z]", told([f"--{word}", "1"]))
         file.write_text(f"{word.replace('-', '_')}: 1\n")
         assert re.search(r"unknown key '.*'\. [A-Z]", told(["--config", str(file)]))
 

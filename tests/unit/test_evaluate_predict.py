@@ -435,7 +435,7 @@ def test_standard_input_without_an_end_is_refused(call, run, monkeypatch):
         monkeypatch.setattr(f"{module}.MAX_FILE_BYTES", 1000)
     code, out, err = call("predict", run, "-", stdin=bytes(2000))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "standard input holds more than 0.001 MB" in err
+    assert "standard input exceeds 0.001 MB" in err
 
 
 def test_standard_input_holds_paths_or_an_image(call, run, pictures):
@@ -552,7 +552,7 @@ def test_a_script_whose_output_nobody_reads_does_its_work(run, tmp_path):
         ("{", "is damaged: Expecting property name enclosed in double quotes: line 1 column 2 (char 1). Restore it"),
         ("[]", "is damaged: it is not a JSON object. Restore it, or remove it."),
         ('{"epochs": "ten"}', ": epochs 'ten': expected a whole number from 1"),
-        ('{"epoch": 1}', ": unknown key 'epoch'. Here that is --epochs."),
+        ('{"epoch": 1}', ": unknown key 'epoch'. Use --epochs."),
     ],
 )
 def test_a_damaged_configuration_of_a_run_is_named(call, run, tmp_path, script, content, message):

@@ -343,10 +343,10 @@ def test_a_dry_run_sends_nothing_and_says_what_timm_cannot_load(tmp_path):
     code, output, errors, hub = published(run, "my-team/photos", "--dry-run")
     assert (code, errors, hub.mock_calls) == (0, "", [])
     lines = output.splitlines()
-    assert lines[0].startswith("note: without config.json: timm would use the usual stride in its first layer")
+    assert lines[0].startswith("note: config.json is left out: timm would use the usual stride in its first layer")
     assert lines[1] == f"note: the license in {run / 'README.md'} is still to-be-filled-in"
     assert [line.split(",")[0] for line in lines[2:5]] == [
-        *("would send model.safetensors", "would send README.md", "would send class_map.txt"),
+        *("would upload model.safetensors", "would upload README.md", "would upload class_map.txt"),
     ]
     assert lines[5:] == ["nothing was uploaded to my-team/photos (--dry-run)"]
 
@@ -358,14 +358,14 @@ def test_a_calibration_of_these_weights_is_sent_with_them(tmp_path):
     assert "model.calibration" not in published(run, "my-team/photos", "--dry-run")[1]
     facts["weights_sha256"] = sha256_of(run / "model.safetensors")
     (run / "model.calibration.json").write_text(json.dumps(facts))
-    assert "would send model.calibration.json, " in published(run, "my-team/photos", "--dry-run")[1]
+    assert "would upload model.calibration.json, " in published(run, "my-team/photos", "--dry-run")[1]
 
 
 def test_a_size_that_timm_does_not_compute_is_a_note(tmp_path):
     run = make_run(tmp_path / "run", "timm:resnet10t", "64x96", resize_size="80x100")
     code, output, errors, _ = published(run, "my-team/photos", "--dry-run")
     assert (code, errors) == (0, "")
-    assert output.startswith("note: without config.json: timm cuts off the same share of height and width; ")
+    assert output.startswith("note: config.json is left out: timm cuts off the same share of height and width; ")
 
 
 def test_what_the_hub_refuses_is_one_line_without_the_token(tmp_path):

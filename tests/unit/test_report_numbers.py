@@ -347,7 +347,7 @@ def test_incidents():
     kinds = [(20, "resumed"), (30, "slow rank"), (32, "wrong gradient"), (35, "skipped step")]
     assert [row[1:3] for row in found["rows"]] == kinds
     assert found["rows"][2][3] == "rank 0 (host node) or rank 1 (host other), first in stem.weight"
-    assert "rank 1 (host node): 400 ms of work per step, the others 200 ms (median)" in found["rows"][1][3]
+    assert "rank 1 (host node): 400 ms of work per step, 200 ms in the other ranks (median)" in found["rows"][1][3]
     assert [name for name, _ in found["lanes"]] == [
         *("restarts", "skipped steps", "wrong gradients", "slow ranks", "checkpoints"),
     ]

@@ -128,7 +128,7 @@ def test_a_file_system_without_locks_costs_a_note(run: Path, monkeypatch, capfd)
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     lock_run(run / LOCK, Origin(), wait_s=0).close()
-    assert "no locks there (No locks available)" in capfd.readouterr().err
+    assert "cannot be locked (No locks available)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("owner", "name", "number"), [(Path, "rename", errno.ENOSYS), (os, "replace", errno.EPERM)])

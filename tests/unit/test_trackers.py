@@ -202,8 +202,8 @@ def test_a_tracker_that_waits_for_ever_holds_up_no_step(fake, tmp_path, monkeypa
     assert time.monotonic() - logged < 10
     assert logger._process.wait(5) != 0
     told = capfd.readouterr().err.splitlines()
-    assert told[0] == "note: wandb: 100 lines are waiting: more are dropped for now; training goes on"
-    assert told[1] == "note: wandb: not everything was sent in 1 s: the run's folder has it"
+    assert told[0] == "note: wandb: 100 lines are waiting: further lines are dropped; training continues"
+    assert told[1] == "note: wandb: not everything was sent in 1 s: the run's folder has all of it"
     assert told[2].endswith("lines were dropped: metrics.jsonl has them")
     assert len(told) == 3
 

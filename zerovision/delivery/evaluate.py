@@ -320,11 +320,11 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
         are_all = known["samples"] == scores["samples"] and known["loss"] == scores["loss"]
         console.print(
             f"{_of(known, shows_top5)}  on {known['samples']} images that the model was trained on, "
-            f"{'which are all of them' if are_all else 'which are not among the ones above'}",
+            f"{'which are all of the data' if are_all else 'which the scores above do not include'}",
             soft_wrap=True,
         )
     if found := scores.get("rejection"):
-        accuracy = "" if found["accuracy"] is None else f", {percent(found['accuracy'])} of them right"
+        accuracy = "" if found["accuracy"] is None else f", {percent(found['accuracy'])} of those are correct"
         before, after, kept = (percent(found[key]) for key in ("ece_before", "ece", "coverage"))
         console.print(
             f"calibrated: temperature {found['temperature']:.4g}  ECE {before} -> {after}  "

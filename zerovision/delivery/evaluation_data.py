@@ -174,7 +174,7 @@ def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is
     there = {"val": {"train", "val"}, "train": {"train"}, "test": {"test"}}  # val may be held out from train
     given = " or ".join(name for name, of in there.items() if of & {*parts})
     if split == "all" and not is_undivided:
-        raise UserError(f"--split all is for data without parts; '{options.data}' has some: give {given}.")
+        raise UserError(f"--split all is for data without parts; '{options.data}' has parts: give {given}.")
     if not there.get(split, {*parts}) & {*parts}:
         raise UserError(f"--split {split}: '{options.data}' has no {split} part: give {given}.")
     if split != "auto" or is_own or "val" in parts:

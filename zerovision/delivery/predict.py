@@ -236,7 +236,7 @@ def _list_images(given: Iterable[str | Path], extensions: Sequence[str]) -> Iter
 
 def _from_stdin(content: bytes) -> Iterator[Entry]:
     if len(content) > MAX_FILE_BYTES:
-        raise UserError(f"standard input holds more than {MAX_FILE_BYTES / 1e6:g} MB: '-' reads one image, or paths.")
+        raise UserError(f"standard input exceeds {MAX_FILE_BYTES / 1e6:g} MB: '-' reads one image or a list of paths.")
     try:
         with Image.open(io.BytesIO(content)):
             is_image = True
@@ -250,7 +250,7 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
     lines = os.fsdecode(content).split("\n")  # splitlines would also split at other characters
     paths = [path for line in lines if (path := line.removesuffix("\r"))]
     if not paths:
-        raise UserError("standard input is empty: '-' reads one image, or paths, one per line.")
+        raise UserError("standard input is empty: '-' reads one image, or a list of paths, one per line.")
     yield from ((path, None) for path in paths)
 
 

@@ -63,12 +63,12 @@ def publish(settings: PublishSettings) -> Iterator[str]:
     if not reason:
         files[TIMM_CONFIG] = timm_config(metadata)
     elif metadata["description"].timm_name:
-        yield f"note: without {TIMM_CONFIG}: {reason}; {shown_path(card)} says how timm loads it"
+        yield f"note: {TIMM_CONFIG} is left out: {reason}; {shown_path(card)} says how timm loads it"
     if TO_FILL in card.read_text(encoding="utf-8", errors="replace"):
         yield f"note: the license in {shown_path(card)} is still {TO_FILL}"
     for name, file in files.items():
         size = len(file) if isinstance(file, bytes) else file.stat().st_size
-        yield f"{'would send' if dry_run else 'sends'} {name}, {format_bytes(size)}"
+        yield f"{'would upload' if dry_run else 'uploads'} {name}, {format_bytes(size)}"
     if dry_run:
         yield f"nothing was uploaded to {repository} (--dry-run)"
         return

@@ -31,7 +31,7 @@ SPLITS = ("auto", "val", "test", "train", "all")
 DEVICES = ("cpu", "cuda")
 OF_DATASETS = "Folder of torchvision data sets; default: the run's own."
 OF_DEVICE = "Default: a GPU if there is one."
-OF_MEGAPIXELS = "Largest image that is read; default: the run's."
+OF_MEGAPIXELS = "Largest image to read, in millions of pixels; default: the run's."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,10 @@ class ViewSettings(CommandSettings):
 
     flip: bool = switch("Average the probabilities of each image and its mirror image.")
     shift_pixels: int = number(
-        0, 0, LARGEST_IMAGE_SIZE, "Average over each image and copies shifted along the diagonal, both ways; 0: none."
+        0,
+        0,
+        LARGEST_IMAGE_SIZE,
+        "Average over each image and copies shifted by this many pixels along the diagonal, both ways; 0: none.",
     )
 
 
@@ -116,7 +119,7 @@ class PredictSettings(ViewSettings, ModelSettings):
     """
 
     images: Iterable[str | Path] = word(
-        "IMAGE", "Files, folders, or -: one image, or paths, on standard input.", nargs="+"
+        "IMAGE", "Files or folders; -: read one image, or a list of paths, from standard input.", nargs="+"
     )
     top_k: int = number(3, 1, LARGEST_TOP_K, "Classes to print for each image.")
     format: str = choice(
@@ -125,7 +128,7 @@ class PredictSettings(ViewSettings, ModelSettings):
         "json: one object per line. Default: from the extension of --output, .csv or .json; else table.",
     )
     output: str = text("File to write in place of standard output.")
-    explain: str | bool = text("Write a picture per image that shows what led to its label.", metavar="FOLDER")
+    explain: str | bool = text("Folder for one picture per image, which shows what led to its label.", metavar="FOLDER")
     batch_size: int = number(64, 1, LARGEST_BATCH, "Images per forward pass.")
     device: str = choice("", DEVICES, OF_DEVICE)
     decode: str = choice(
@@ -155,13 +158,15 @@ class ExportSettings(ImageSettings, ModelSettings):
     with_preprocessing: bool = switch(
         "onnx, torch-export: accept pictures of any size, uint8 [N, H, W, C]; return probabilities and classes."
     )
-    output: str = text("Folder for the files; default: export/ in the run's folder, or beside the weights.")
-    check_images: int = number(0, 1, MOST_IMAGES, "Most validation images to compare; default: all that fit into 2 GB.")
+    output: str = text("Folder for the files; default: export/ in the run's folder, or next to the weights.")
+    check_images: int = number(
+        0, 1, MOST_IMAGES, "Maximum number of validation images to compare; default: all that fit into 2 GB."
+    )
     calibration_images: int = number(256, 1, MOST_IMAGES, "int8: training images to measure activation ranges on.")
     max_accuracy_loss: float = number(
-        1.0, 0.0, 100.0, "Points of top-1 that the file may lose.", kind="points of top-1"
+        1.0, 0.0, 100.0, "Percentage points of top-1 accuracy that the file may lose.", kind="percentage points"
     )
-    batch_size: int = number(64, 1, LARGEST_BATCH, "Most images per forward pass.")
+    batch_size: int = number(64, 1, LARGEST_BATCH, "Maximum number of images per forward pass.")
     threads: int = number(1, 1, MOST_THREADS, "Threads for onnxruntime.")
     split: ClassVar = "val"
 
@@ -183,7 +188,7 @@ class ReportSettings(CommandSettings):
     """
 
     runs: Iterable[str] = word("RUN", "A run's name or folder; several are compared.", nargs="+")
-    output: str = text("File to write; default: report.html in the run's folder, or here for several.")
+    output: str = text("File to write; default: report.html in the run's folder, or here for several runs.")
     watch: bool = switch("Rewrite the page while the run trains, until it ends.")
 
     def look(self) -> None:

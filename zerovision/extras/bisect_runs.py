@@ -140,7 +140,7 @@ def lines_of(difference: Difference) -> Iterator[str]:
             yield f"batches      {count} differ: {'; '.join(found.leaves[:3])}{more}"
         elif found.leaves_compared:
             yield f"batches      all {found.leaves_compared} are equal: their sum or the update differs"
-    other = difference.settings or ["no setting, version or image that a run records"]
+    other = difference.settings or ["no difference in the recorded settings, versions and images"]
     yield from (f"other        {line}" for line in other)
 
 

@@ -122,14 +122,14 @@ class SweepSettings(CommandSettings):
 
     name: str = word("NAME", "Name of the sweep; its runs are NAME-1, NAME-2, ...")
     vary: tuple[str, ...] | None = text(
-        "A flag and its values: V1,V2 (V1|V2 if they hold commas), LOW..HIGH, or LOW..HIGH:log.",
+        "A flag and its values: V1,V2 (V1|V2 if values contain commas), LOW..HIGH, or LOW..HIGH:log.",
         default=None,
         action="append",
         metavar="FLAG=VALUES",
     )
     trials: int = number(0, 0, 1000, "Combinations to draw; 0: all of them.")
     halving: int = number(0, 0, 10, "After each rung of epochs, keep one trial in this many, 2 or more; 0: all.")
-    jobs: int = number(1, 1, 64, "Trials to train at a time, each on its own GPUs or cores.")
+    jobs: int = number(1, 1, 64, "Trials to train at the same time, each on its own GPUs or cores.")
     hostfile: str = text(
         "Machines that train in place of this one (lines of 'name slots=N'), over ssh: as many trials at a time as "
         "their slots allow.",

@@ -270,8 +270,8 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
         own = check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
         if own.best_by != config.best_by:
             raise UserError(
-                f"--vary: {' '.join(trial.flags)} has --best-by {own.best_by}, others {config.best_by}: give all "
-                "trials the same --best-by."
+                f"--vary: {' '.join(trial.flags)} has --best-by {own.best_by}, but others have {config.best_by}: give "
+                "all trials the same --best-by."
             )
         if sweep.halving and own.epochs != config.epochs:
             raise UserError("--vary epochs=... with --halving: all trials need the same epochs: leave one out.")

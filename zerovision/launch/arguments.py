@@ -218,7 +218,7 @@ def setting_parser(launcher: Launcher) -> OneLineParser:
     parser = OneLineParser("launch", None)
     for field in launcher.fields:
         flag, kind = flag_of(field.name), dict(field.metadata)
-        also = f", also as {field.name.upper()}" if kind.get("has_variable") else ""
+        also = f", here or in {field.name.upper()}" if kind.get("has_variable") else ""
         if field.default is False:
             parser.add_argument(flag, action="store_true")
         elif kind["high"]:

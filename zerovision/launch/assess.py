@@ -86,8 +86,8 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
         *assess_limits(facts, max(ranks, 1), all_ranks, saved_bytes),
     ]
     if not facts.get("decodes_parts", True):
-        cure = "scripts/doctor.py --compile, where a C compiler and libjpeg's headers are"
-        rows.append(Row("JPEG", "warning", "files are decoded whole, a fifth slower", cure))
+        cure = "scripts/doctor.py --compile, which needs a C compiler and libjpeg's headers"
+        rows.append(Row("JPEG", "warning", "whole files are decoded, which is a fifth slower", cure))
     if "problem" in facts["data"]:
         cure = "correct --data, put the data set there, or share its folder"
         rows.append(Row("data", "wrong", facts["data"]["problem"], cure))
@@ -154,7 +154,7 @@ def _assess_cores(cores: int, ranks: int) -> Row:
 GPU_LIMITS: list[tuple[Verdict, str, float, str]] = [
     ("wrong", "ecc_uncorrected", 0, "uncorrected memory errors"),
     ("warning", "temperature_c", HOT_C, "degrees C"),
-    ("warning", "memory_used_mib", USED_MIB, "MiB taken already"),
+    ("warning", "memory_used_mib", USED_MIB, "MiB already in use"),
 ]
 GPU_CURES = {
     "wrong": "reset or replace the GPU: nvidia-smi -q -d ECC, dmesg",

@@ -81,7 +81,7 @@ class DoctorSettings(CommandSettings):
     nodes: int = number(0, 1, MOST_NODES, "machines to take from the top of the list (default: all)")
     gpus_per_node: int = number(0, 1, MOST_GPUS_PER_NODE, "GPUs (or CPU ranks) to take on each")
     data: str | None = text("check that this data set exists and is the same on all machines", None)
-    log_dir: str | None = text("folder of all logs (default: logs/ of the checkout, else of the current folder)", None)
+    log_dir: str | None = text("folder of all logs (default: logs/ in the checkout, or in the current folder)", None)
     json: bool = switch("print the rows as JSON")
     compile: bool = switch("only compile the C part of the JPEG reader, which takes a fifth less time per image")
     training_words: tuple[str, ...] = words_behind(takes_trainers=True)
@@ -89,7 +89,7 @@ class DoctorSettings(CommandSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if sum(map(bool, (self.hostfile, self.hosts, self.here))) > 1:
-            raise UserError("--hostfile, --hosts and --here each say which machines: give one of them.")
+            raise UserError("--hostfile, --hosts and --here each choose the machines: give only one of them.")
 
     def config(self) -> TrainConfig:
         """Return the training's configuration, with the doctor's own flags applied."""

@@ -146,7 +146,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     """Return an environment variable as a number, None if it is unset or empty."""
     value = environment.get(name, "")
     if value and not re.fullmatch(r"[0-9]{1,18}", value):
-        raise UserError(f"{name} {value!r}: expected a whole number, which Slurm sets.")
+        raise UserError(f"{name} {value!r}: expected a whole number, as Slurm sets it.")
     return int(value) if value else None
 
 

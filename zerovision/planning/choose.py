@@ -150,12 +150,12 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
         else:
             take("crops with most of the image, mirrored", augmentation="crop_flip", crop_scale="0.35,1")
     if facts.rarest * IMBALANCE <= facts.commonest and facts.classes and not is_head:
-        take(f"the rarest class has {facts.rarest} images, the largest {facts.commonest}", class_weights="balanced")
+        take(f"the rarest class has {facts.rarest} images, the most common {facts.commonest}", class_weights="balanced")
     if facts.has_bf16 and not facts.gpus and FAST_IN_BF16.match(network):
         take("this processor computes it at twice the speed of fp32", precision="bf16")
     total = _take_batch(facts, given, images, take)
     if is_head:
-        take("few seconds: only the head, fitted to its exact optimum", **HEAD)
+        take("for --effort seconds: only the head, fitted to its exact optimum", **HEAD)
     else:
         _take_epochs(given, effort, (images, total, has_weights), take)
         _take_rule(given, network, (total, has_weights), take)
@@ -169,7 +169,7 @@ def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any
         licence = f", license {found.licence}" if found.licence else ""
         take(f"trained weights, {found.where}{licence}", model_type=found.network)
         if not given.get("weights"):
-            take("few images need it", pretrained=True)
+            take("pretrained weights need fewer images", pretrained=True)
         take("as the weights expect", image_size=found.image_size)
         return True
     if _is_photographs(facts):
@@ -202,7 +202,7 @@ def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) 
     if facts.gpus:
         take(f"the most that fit, {total} per update", batch_size="auto", global_batch=total)
     else:
-        take(f"{plural(math.ceil(images / total), 'update')} an epoch", batch_size=total)
+        take(f"{plural(math.ceil(images / total), 'update')} per epoch", batch_size=total)
     return total
 
 

@@ -91,8 +91,8 @@ def find_gpu(name: str) -> Gpu:
     if found:
         raise UserError(f"--gpu {one_line(name, 50)} is ambiguous: give {' or '.join(gpu.name for gpu in found)}.")
     raise UserError(
-        f"unknown --gpu '{one_line(name, 50)}'.{nearest(wanted, GPUS)} Known: {', '.join(GPUS)}; any other "
-        "by its memory, such as 8gb."
+        f"unknown --gpu '{one_line(name, 50)}'.{nearest(wanted, GPUS)} Known: {', '.join(GPUS)}; for any "
+        "other, give its memory, such as 8gb."
     )
 
 

@@ -107,7 +107,7 @@ class PlannedJob:
         if wanted == "auto":
             return known[0]
         if wanted not in known and self.has_gpus:
-            raise UserError(f"--precision {wanted}: {self.machine.gpu.name} has none; use {' or '.join(known)}.")
+            raise UserError(f"--precision {wanted}: {self.machine.gpu.name} lacks it; use {' or '.join(known)}.")
         return wanted
 
 

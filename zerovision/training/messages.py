@@ -100,7 +100,7 @@ def _result(run: Run) -> list[str]:
     best_by = run.config.best_by
     name = SCORE_NAMES[best_by]
     if not progress.best_epoch:
-        why = "no epoch was sound" if progress.diverged_epochs_in_row else f"no epoch has a finite {name}"
+        why = "every epoch diverged" if progress.diverged_epochs_in_row else f"no epoch has a finite {name}"
         return [*lines, f"no weights are saved: {why}"] if lines or progress.epoch else []
     best = f"{name} {show_score(best_by, merit(best_by, progress.best_score))}"
     best += f" on {len(run.data.val)} held-out images (best epoch: {progress.best_epoch}"

@@ -184,7 +184,7 @@ def limit_epochs(run: Run) -> Run:
     fit = f"shortened to {epochs} of {plural(config.epochs, 'epoch')}" if epochs < config.epochs else "all epochs fit"
     note = f"--minutes {config.minutes:g}: {fit}, {format_duration(others)} each"
     if first > left:
-        note += f", the first {format_duration(first)}: less than one does not fit"
+        note += f", the first {format_duration(first)}: there is no time for less than one"
     warmup = config.warmup_epochs if config.warmup_epochs == "auto" else min(config.warmup_epochs, epochs / 10)
     return run.changed(epochs=epochs, minutes=0.0, warmup_epochs=warmup).noting(note)
 

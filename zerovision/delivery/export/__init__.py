@@ -85,6 +85,6 @@ def check_choice(format_name: str, precision: str, *, with_preprocessing: bool =
         able = " or ".join(name for name, entry in FORMATS.items() if entry.has_graph)
         raise UserError(
             f"--with-preprocessing is for --format {able} in fp32 or bf16, not for {format_name} in {precision}: "
-            "give these, or leave it out."
+            "give one of those, or leave it out."
         )
     return chosen

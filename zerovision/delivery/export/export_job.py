@@ -153,7 +153,7 @@ def _read(dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]
             if not dataset.most_bad:
                 raise
     if not images:
-        raise UserError(f"none of {len(chosen)} images could be read, but an export must be checked.")
+        raise UserError(f"none of {len(chosen)} images could be read, so the export cannot be checked.")
     return torch.stack(images), indices
 
 

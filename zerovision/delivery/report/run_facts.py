@@ -24,14 +24,14 @@ SPANS = {
     "data": "waiting for images",
     "forward": "the model and its loss",
     "backward": "gradients",
-    "communication": "collectives, and waiting for late ranks",
+    "communication": "collectives, including waiting for late ranks",
     "optimizer": "the update",
     "logging": "scores, log files, console",
     "saving": "waiting for checkpoints",
     "other": "the rest of the loop",
     "evaluation": "the validation images",
 }
-MEANINGS = SPANS | {"restarting": "from the last line to the resume"}
+MEANINGS = SPANS | {"restarting": "from the last logged line to the restart"}
 MOST_RANKS = 64
 RANKS_SHOWN_OF_MANY = 8
 MOST_ROWS = 40
@@ -204,7 +204,7 @@ def time_breakdown(history: History) -> Breakdown | None:
             "logged work that was repeated after restarts."
         )
     if any(process.end is None for process in history.processes):
-        remarks.append("A start without an end line counts with its logged intervals, evaluations and saves.")
+        remarks.append("For a start without an end line, only logged intervals, evaluations and saves are counted.")
     return _breakdown(spans, format_duration, remarks) if sum(spans.values()) else None
 
 
@@ -281,7 +281,7 @@ def _scores(run: RunFiles) -> Iterator[Fact]:
     if found:
         facts = found.facts
         value = f"{percent(facts['ece_before'], 2)} → {percent(facts['ece'], 2)}"
-        accuracy = "" if facts["accuracy"] is None else f", {percent(facts['accuracy'], 2)} of the others right"
+        accuracy = "" if facts["accuracy"] is None else f", {percent(facts['accuracy'], 2)} of the others correct"
         kept = f"below {number(found.threshold)} none of these: {percent(1 - facts['coverage'], 2)} rejected{accuracy}"
         on = f"on {plural(facts['samples'], 'image')}, {facts['split']}"
         yield Fact("calibration error, calibrated", value, f"temperature {number(found.temperature)}; {kept}; {on}")
@@ -391,7 +391,7 @@ def _summarize(history: History) -> list[str]:
         writing = statistics.median(float(line.get("seconds", 0.0)) for line in history.checkpoints)
         sentences.append(
             f"{plural(len(history.checkpoints), 'checkpoint')}, each written in {format_duration(writing)} (median) in "
-            f"the background; training waited {format_duration(stalls)} for them in all."
+            f"the background; training waited {format_duration(stalls)} for them in total."
         )
     return [*sentences, f"From {date_and_time(history.first_time)} to {date_and_time(history.last_time)}."]
 
@@ -412,7 +412,8 @@ def _describe(line: dict[str, Any]) -> tuple[str, str]:
         case "slow_rank":
             own, others = (number(1000 * float(line[key]), 3) for key in ("step_seconds", "others_step_seconds"))
             host = f" (host {clip(str(line['host']))})" if line.get("host") else ""
-            return "slow rank", f"rank {line['rank']}{host}: {own} ms of work per step, the others {others} ms (median)"
+            details = f"{own} ms of work per step, {others} ms in the other ranks (median)"
+            return "slow rank", f"rank {line['rank']}{host}: {details}"
         case "wrong_gradient":
             places = zip(line["ranks"], line["hosts"], strict=True)
             who = " or ".join(f"rank {rank} (host {clip(str(host))})" for rank, host in places)

@@ -104,7 +104,7 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     """
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
     if len(numbers) < len(catalogue):
-        raise UserError(f"--fixes {path}: several lines name one file: change those of {FIXED} itself.")
+        raise UserError(f"--fixes {path}: several lines of the data name one file: change {FIXED} itself.")
     allowed = {DROP: [""], RELABEL: catalogue.class_names, MOVE: ["train", "val", "test"]}
     fixes = []
     try:

@@ -125,7 +125,7 @@ def ours(word: str, here: Collection[str], kind: str = "") -> str:
         name = answer.split()[0].rstrip(",")
         family, colon, _ = name.partition(":")
         if name in here or (colon and any(one.startswith(family + colon) for one in here)):
-            return f" Here that is {answer}."
+            return f" Use {answer}."
     return ""
 
 

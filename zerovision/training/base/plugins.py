@@ -93,7 +93,7 @@ def require_plugins(what: str, needed: Iterable[Any]) -> list[str]:
     for file in (str(name).rpartition("@")[0] for name in needed):
         if file not in here:
             raise UserError(
-                f"{what} was made with {FLAG} {shown(file)}, which is never loaded by itself: add {FLAG} FILE."
+                f"{what} was made with {FLAG} {shown(file)}, which is never loaded automatically: add {FLAG} FILE."
             )
     return [*{*here.values()}.difference(map(str, needed))]
 

@@ -61,7 +61,7 @@ class RunSettings:
     epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
     minutes: float = option(
         0.0,
-        "Time limit for a new run: lowers --epochs, to at least 1, by the measured speed of a few steps; 0: no limit.",
+        "Time limit for a new run: lowers --epochs (to at least 1) to fit the measured speed of a few steps; 0: none.",
         low=0,
         high=100_000,
     )
@@ -83,8 +83,8 @@ class RunSettings:
     )
     learning_rate: float | Literal["auto"] = option(
         USUAL_RATE,
-        "Peak learning rate, before scaling by --base-batch-size; auto: the best in several short trainings; default "
-        f"with --optimizer adamw and random weights: that of the network, {RATES}.",
+        "Peak learning rate, before scaling by --base-batch-size; auto: the best in several short training runs; with "
+        f"--optimizer adamw and random weights, the default is the network's own: {RATES}.",
         above=0,
         high=100,
     )
@@ -94,7 +94,7 @@ class RunSettings:
     weights: str = path_option("", "Start from a local file: safetensors, or a pickle that contains only tensors.")
     tune: str = option(
         "full",
-        f"What to train of a pretrained model: {TUNE_USAGE} (the last N layers; adapters of rank R). "
+        f"Which part of a pretrained model to train: {TUNE_USAGE} (the last N layers; adapters of rank R). "
         "The head is always trained; other weights stay as they are.",
     )
     features: Literal["computed", "cached"] = option(
@@ -103,7 +103,7 @@ class RunSettings:
         "gives the same weights sooner and needs --augmentation none.",
     )
     solver: Literal["steps", "lbfgs"] = option(
-        "steps", "lbfgs: to the minimum of cross-entropy plus L2 decay, without epochs.", part_of="features:cached"
+        "steps", "lbfgs: finds the minimum of cross-entropy plus L2 decay, without epochs.", part_of="features:cached"
     )
     ensemble_members: str = option(
         "mobilenet,efficientnet,vgg", f"Up to {MOST_MEMBERS} names, comma-separated.", part_of="model_type:ensemble"

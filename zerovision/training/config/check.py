@@ -144,7 +144,7 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
         )
     if config.strategy in OF_LAUNCHERS:
         yield (
-            f"{of['strategy']} {config.strategy} is only for the launchers, which ask the planner: type bash "
+            f"{of['strategy']} {config.strategy} is only for the launchers, which run the planner: type bash "
             f"scripts/launch_distributed.sh {config.model_type} {config.strategy} <num_gpus> {config.batch_size} "
             f"{config.epochs}."
         )
@@ -173,7 +173,7 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
             raise unknown_name("logger", name, LOGGERS)
     plan = STRATEGIES[config.strategy]
     if config.offload not in plan.offloadable:
-        yield f"{of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(plan.offloadable)}."
+        yield f"{of['offload']} {config.offload}: strategy {config.strategy} allows only {', '.join(plan.offloadable)}."
     if config.replicate_across == "nodes" and (config.engine not in OUR_ENGINE or plan.zero_stage == 1):
         yield f"{of['replicate_across']} nodes needs --engine torch, and --strategy fsdp_stage2 or fsdp_stage3."
     shards = plan.zero_stage > 1

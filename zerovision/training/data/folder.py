@@ -65,7 +65,7 @@ class FolderListing:
                 kept.append(entry)
         broken = [entry.path for entry in kept if entry.is_symlink() and not self._exists(entry.path)]
         if broken:
-            more = f" and {len(broken) - 1} more beside it are" if len(broken) > 1 else " is"
+            more = f" and {len(broken) - 1} more next to it are" if len(broken) > 1 else " is"
             raise UserError(f"the symbolic link {broken[0]!r}{more} broken: remove or repair it.")
         return kept
 
@@ -100,7 +100,7 @@ class FolderListing:
         """Yield one line each about skipped files and followed links."""
         if self._other_files:
             kinds = ", ".join(f"{count} {kind}" for kind, count in self._other_files.most_common(NAMES_IN_NOTE))
-            yield f"skipped {plural(self._other_files.total(), 'file')} without an image's type or extension: {kinds}"
+            yield f"skipped {plural(self._other_files.total(), 'file')} with an unsupported type or extension: {kinds}"
             for kind, cure in CURES.items():
                 if kind in self._other_files:
                     yield f"{plural(self._other_files[kind], f'{kind} file')} could be read: {cure}"
@@ -109,7 +109,7 @@ class FolderListing:
             yield f"skipped {len(self._system)} hidden files and folders of the system: {names}"
         if self._loose:
             first = os.path.relpath(min(self._loose), self.root)
-            yield f"{len(self._loose)} images beside the class folders belong to no class, and are not used: {first}"
+            yield f"{len(self._loose)} images next to the class folders belong to no class and are not used: {first}"
         if self._links:
             first = os.path.relpath(min(self._links), self.root)
             yield f"followed {len(self._links)} symbolic links, such as {first}; the folder of a link is its class"
@@ -159,8 +159,8 @@ def listing(options: DataOptions) -> Images:
         _compare(classes[TRAIN], classes[TRAIN] | classes[TEST], "test part")  # classes may be missing
     notes += folder.notes()
     if several := [name for name, folders in folders_of.items() if len(folders) > 1]:
-        ways = "in two Unicode forms, or with blanks at an end"
-        notes.append(f"{len(several)} class names are written {ways}, taken as one: {first_names(several)}")
+        ways = "in two Unicode forms, or with leading or trailing blanks"
+        notes.append(f"{len(several)} class names are written {ways}, and each is one class: {first_names(several)}")
     found = replace(builder.build(folder.root), notes=notes)
     found = found.renamed("part", {"": TRAIN} | {part: part for part in PARTS}, PARTS)
     return with_classes(found, (), f"--data {options.data}")
@@ -209,7 +209,7 @@ def _add_classes(
     if len(counts) < fewest and part != TEST:
         inside = len(folder.folders(folders[0].path)) > 1
         cure = f"give --data {folders[0].path}, if its folders are the classes" if inside else "add another one"
-        raise UserError(f"{top!r} has only one class, {next(iter(counts))!r}, and two are needed: {cure}.")
+        raise UserError(f"{top!r} has only one class, {next(iter(counts))!r}, but two are needed: {cure}.")
     return {*counts}
 
 

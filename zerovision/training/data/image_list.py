@@ -94,14 +94,14 @@ def describe_change(before: Sequence[ListedImage], data: DatasetPair) -> str:
     now = {one.path: one for one in list_images(data) if one.part != "test"}
     then = {one.path: one for one in before if one.part != "test"}
     if not then:
-        return "other images, of which the run has no list"
+        return "other images, which the run did not list"
     moved = [path for path in now.keys() & then.keys() if now[path][:2] != then[path][:2]]
     changed = [path for path in now.keys() & then.keys() if now[path].size != then[path].size]
     kinds = {
         "new": now.keys() - then.keys(),
         "gone": then.keys() - now.keys(),
         "changed": changed,
-        "of another part or class": moved,
+        "in another part or class": moved,
     }
     found = [
         f"{len(paths)} {kind}: {', '.join(sorted(paths)[:NAMED])}{', ...' if len(paths) > NAMED else ''}"

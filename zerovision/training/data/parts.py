@@ -22,7 +22,7 @@ KINDS = {
 }
 FILLERS = frozenset({"set", "images", "image", "imgs", "img", "pics", "pictures", "photos", "data", "dataset", "split"})
 NO_PARTS = "none"  # a value of --val-part
-CLASSES_ANYWAY = f"if they are classes, give --val-part {NO_PARTS}"
+CLASSES_ANYWAY = f"if the folders are classes, give --val-part {NO_PARTS}"
 NAMES_SHOWN = 5
 
 
@@ -193,7 +193,7 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
     are_plain = not test and val is not None and (train.name, val.name) == (TRAIN, VAL)
     notes = [] if are_plain else [_summary([train], val, test)]
     if with_images:
-        notes.append(f"not used: {_names(with_images)}, which have no class folders, or names that are not a part's")
+        notes.append(f"not used: {_names(with_images)}, which have no class folders or are not named as parts")
     return _tops([train], val, test), notes
 
 
@@ -214,7 +214,7 @@ def _refuse_alike(root: str, folders: Sequence[_Folder]) -> None:
     ]
     if len(alike) > 1:
         raise UserError(
-            f"{root!r}: the folders {_names(alike)} contain folders of the same names, so they look like parts, not "
+            f"{root!r}: the folders {_names(alike)} contain folders with the same names, so they look like parts, not "
             f"classes: give --val-part {alike[-1].name} to validate on that one; {CLASSES_ANYWAY}."
         )
 

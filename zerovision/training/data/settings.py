@@ -124,7 +124,7 @@ class DataFields:
         f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: classes, or train/ and val/).",
     )
     data_root: str = path_option(
-        DATA_ROOT, "Folder of torchvision's data sets and caches; if set, a table's paths start there, too."
+        DATA_ROOT, "Folder of torchvision's data sets and caches; if set, paths in a table are relative to it, too."
     )
     path_column: str = option(
         "",
@@ -171,11 +171,15 @@ class DataFields:
         high=LARGEST_IMAGE_SIZE,
     )
     eval_image_size: int | str = option(
-        0, "That of the validation images; 0: the same.", low=0, high=LARGEST_IMAGE_SIZE, part_of="image_size"
+        0,
+        "Size of the validation images; 0: the same as for training.",
+        low=0,
+        high=LARGEST_IMAGE_SIZE,
+        part_of="image_size",
     )
     eval_crop: float | Literal["auto"] = option(
         "auto",
-        "Share of a photograph's shorter side that validation keeps; auto: as for the starting weights, else 0.875.",
+        "Share of a photograph's shorter side that validation keeps; auto: that of the starting weights, or 0.875.",
         low=0.5,
         high=1,
     )
@@ -185,12 +189,12 @@ class DataFields:
         "squash for arrays. With pad and squash, --augmentation auto does not crop.",
     )
     interpolation: Literal["auto", "bilinear", "bicubic"] = option(
-        "auto", "Filter for resizing, with antialiasing; auto: as for the starting weights, else bilinear."
+        "auto", "Filter for resizing, with antialiasing; auto: that of the starting weights, or bilinear."
     )
     image_channels: int = option(
         0,
-        "Channels of the images: 1 gray, 3 RGB, 4 RGBA, others for arrays only; 0: the number in arrays with 2, 4 or "
-        "more, else 3.",
+        "Channels of the images: 1 gray, 3 RGB, 4 RGBA, others for arrays only; 0: as in arrays with 2, 4 or more, "
+        "otherwise 3.",
         low=0,
         high=MOST_IMAGE_CHANNELS,
     )
@@ -210,7 +214,7 @@ class DataFields:
         "auto", "Mirror left to right half of the time, or in every other epoch (alternate); auto: the augmentation's."
     )
     shift_pixels: int | Literal["auto"] = option(
-        "auto", "Largest shift; 0: none; auto: as the augmentation does.", low=0, high=LARGEST_IMAGE_SIZE
+        "auto", "Largest shift; 0: none; auto: the augmentation's.", low=0, high=LARGEST_IMAGE_SIZE
     )
     shift_padding: Literal["zeros", "reflect"] = option("zeros", "What fills the edges.", part_of="shift_pixels")
     color_jitter: float = option(
@@ -218,7 +222,7 @@ class DataFields:
     )
     random_erasing: float = option(0.0, "Probability of erasing a rectangle of an image.", low=0, high=1)
     random_erasing_mode: Literal["pixel", "rand", "const"] = option(
-        "pixel", "What fills it: noise, one random color, or the mean color.", part_of="random_erasing"
+        "pixel", "What fills the rectangle: noise, one random color, or the mean color.", part_of="random_erasing"
     )
     mixup: float = option(
         0.0, "Alpha of mixup, which blends images and targets of a micro-batch; 0: off.", low=0, high=100
@@ -228,9 +232,11 @@ class DataFields:
     mixup_switch_probability: float = option(
         0.5, "Probability of cutmix instead of mixup if both are on.", low=0, high=1, part_of="mixup_probability"
     )
-    mixup_off_epochs: int = option(0, "Last epochs without it.", low=0, high=100_000, part_of="mixup_probability")
+    mixup_off_epochs: int = option(
+        0, "Number of last epochs without mixing.", low=0, high=100_000, part_of="mixup_probability"
+    )
     sampling: Literal["uniform", "balanced"] = option(
-        "uniform", "uniform: each sample once per epoch; balanced: as many samples in all, equally many per class."
+        "uniform", "uniform: each sample once per epoch; balanced: the same number of samples, equally many per class."
     )
     order: Literal["random", "shards"] = option(
         "random",
@@ -252,7 +258,7 @@ class DataFields:
     cache: Literal["ram", "disk", "off"] = option("off", "Keep decoded images in memory, or on disk below --data-root.")
     cache_gb: float = option(
         0.0,
-        "Limit of all caches; 0: a quarter of the memory, or 50 on disk.",
+        "Limit of all caches; 0: a quarter of the memory, or 50 GB on disk.",
         low=0,
         high=10**6,
         part_of="cache",

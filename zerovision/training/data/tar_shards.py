@@ -118,8 +118,8 @@ class _Scan:
             kinds = {_kind_of(member.name): member for member in members}
             if key in keys or len(kinds) < len(members):
                 raise UserError(
-                    f"'{self._file}': the key {shown(key)} occurs twice: a key is one sample, whose files follow each "
-                    "other, as tar --sort=name packs them; rename one, or make the file again."
+                    f"'{self._file}': the key {shown(key)} occurs twice: all files of a sample must have one key and "
+                    "follow each other: rename one, or pack the file again with tar --sort=name."
                 )
             keys.add(key)
             images = [kind for kind in kinds if self._is_image(kind)]
@@ -160,7 +160,7 @@ class _Scan:
             reason = f": {error}" if type(error) is ValueError and error.args else " has no label"
             raise UserError(
                 f"'{self._file}': the sample {shown(key)}{reason}: expected {LABEL} with the name or number of a "
-                f'class, or {FACTS} with {{"label": ...}}, next to the image (tar --sort=name packs it so).'
+                f'class, or {FACTS} with {{"label": ...}}, next to the image (as tar --sort=name packs them).'
             ) from None
 
     def _is_own(self, name: str) -> bool:

@@ -47,7 +47,8 @@ class ShardingSettings(DataSettings):
     )
     threads_per_rank: int = option(
         0,
-        "CPU threads per rank; 0: as in the checkpoint, else cores / ranks. Another number changes the last bits.",
+        "CPU threads per rank; 0: as in the checkpoint, else cores / ranks. Another number changes the last "
+        "bits of results.",
         low=0,
         high=1024,
     )

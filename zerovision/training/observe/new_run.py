@@ -130,7 +130,7 @@ def _lock(file: IO[bytes]) -> bool:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in NO_LOCKS:
-            print(f"note: {file.name}: no locks there ({error.strerror}): never start a run twice", file=sys.stderr)
+            print(f"note: {file.name}: cannot be locked ({error.strerror}): never start a run twice", file=sys.stderr)
             return True
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise

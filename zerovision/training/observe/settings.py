@@ -18,7 +18,7 @@ class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
     """Settings of where a run's files go and what they contain."""
 
     run_name: str = option("", "Name of the run's folder; default: date, time, model, strategy.")
-    log_dir: str = option("", "Folder of all logs; default: logs/ of the checkout, else of the current folder.")
+    log_dir: str = option("", "Folder of all logs; default: logs/ in the checkout, or in the current folder.")
     log_every_steps: int | Literal["auto"] = option(
         "auto", "Optimizer steps between log points; auto: 10, or more if they take less than a second.", low=1
     )

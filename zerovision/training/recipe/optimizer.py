@@ -213,7 +213,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
             raise UserError(f"{flag} {option}: {name} has no such option. Allowed: {allowed}.")
     betas = get_optimizer_info(name).num_betas
     if len(options.get("betas", range(betas))) != betas:
-        raise UserError(f"{flag} betas: {name} has {betas} of them.")
+        raise UserError(f"{flag} betas: {name} takes {betas} of them.")
     return options
 
 

@@ -20,7 +20,7 @@ class RecipeSettings(RunSettings):
         "Update rule, by timm's name; sgd has Nesterov momentum. With every strategy: "
         f"{', '.join(ELEMENT_WISE)}. With ddp only: {', '.join(WHOLE_PARAMETER)}.",
     )
-    momentum: float = option(0.9, "That of rules that have one, such as sgd.", low=0, high=0.9999, part_of="optimizer")
+    momentum: float = option(0.9, "Momentum, for rules such as sgd.", low=0, high=0.9999, part_of="optimizer")
     fallback_optimizer: str = option(
         "adamw",
         f"{', '.join(MATRIX_RULES)}: update rule for the head and for everything but matrices and convolutions; "
@@ -39,7 +39,7 @@ class RecipeSettings(RunSettings):
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0: no clipping.", low=0)
     ema: float = option(
         0.0,
-        "Evaluate and export an exponential moving average of the weights with this decay (lower early in the"
+        "Evaluate and export an exponential moving average of the weights with this decay (lower early in"
         " training); 0: the weights themselves.",
         low=0,
         high=0.999999,

@@ -58,7 +58,7 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
     note = f"--tune {word}: {count:,} parameters are trained, {100 * count / total:.3g}% of all"
     if adapted:
         in_adapters = sum(parameter.numel() for name, parameter in module.named_parameters() if is_adapters(name))
-        note += f", adapters of rank {number} beside {adapted} layers"
+        note += f", adapters of rank {number} on {adapted} layers"
         if in_adapters > SMALL_SHARE * (total - in_adapters):
             note += f"; they are {in_adapters / (total - in_adapters):.1%} of the model: a lower rank keeps them small"
     return dataclasses.replace(built, notes=[*built.notes, note])

@@ -44,7 +44,7 @@ def check_audit(config: ObserveSettings, world: World) -> None:
     every = config.audit
     if every and world.size == 1:
         raise UserError(
-            f"--audit {every}: a single rank has no other to compare with: start at least two, or leave it out."
+            f"--audit {every}: a single rank has no other rank to compare with: start two or more, or leave it out."
         )
     if every and world.device.type == "cuda" and not config.deterministic:
         raise UserError(f"--audit {every}: a GPU repeats its bits only with --deterministic: give both, or neither.")

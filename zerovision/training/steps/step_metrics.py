@@ -189,7 +189,7 @@ class StepMetrics(Observer):
         for slow in self._slow_ranks.update(work_seconds(spans), self._steps):
             host = self._hosts[slow.rank]
             self._run.loggers.message(
-                f"rank {slow.rank} (host {host}) is slow: {1000 * slow.step_seconds:.3g} ms of work per step, the "
-                f"others {1000 * slow.others_step_seconds:.3g} ms (median)"
+                f"rank {slow.rank} (host {host}) is slow: {1000 * slow.step_seconds:.3g} ms of work per step, "
+                f"{1000 * slow.others_step_seconds:.3g} ms in the other ranks (median)"
             )
             self._run.loggers.event("slow_rank", {"step": step, **slow._asdict(), "host": host})

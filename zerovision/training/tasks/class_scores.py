@@ -49,7 +49,7 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
     has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images with and without a class
     if not has_both and score != "loss" and (score in AREAS or data.sets is not None):
         raise UserError(
-            f"--best-by {score} needs images with a class and without, but each class has all "
+            f"--best-by {score} needs images with and without a class, but each class has all "
             f"{len(data.val)} validation images or none: give --best-by "
             f"{'top1' if data.sets is None else 'loss'}, or other validation images."
         )

@@ -41,7 +41,7 @@ class TaskSettings(RunSettings):
     temperature: float = option(0.1, "Divisor of the cosines.", low=0.001, high=100, part_of="loss:supcon")
     gradient_cache: int = option(
         0,
-        "Images in the network at a time; all images of a step are compared; 0: --batch-size.",
+        "Images to pass through the network at a time; all images of a step are compared; 0: --batch-size.",
         low=0,
         high=LARGEST_BATCH,
         part_of="loss:supcon",
@@ -49,7 +49,7 @@ class TaskSettings(RunSettings):
     distill: str = option(
         "",
         "kl:T[:ALPHA] trains on the output of --teacher: the divergence at temperature T, times T squared, "
-        "with weight ALPHA; --loss gets the rest. Default of ALPHA: 1.",
+        "with weight ALPHA; --loss has the rest. Default of ALPHA: 1.",
     )
     teacher: str = path_option(
         "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."

@@ -87,7 +87,7 @@ class Task(Mode):
             if data.train.source.loss_weights is not None and (self.compares or config.mixup or config.cutmix):
                 cause = f"--loss {config.loss}" if self.compares else "--mixup and --cutmix"
                 raise UserError(
-                    f"--data {config.data}: {cause} cannot weight single images: leave out the column weight."
+                    f"--data {config.data}: {cause} cannot weight individual images: leave out the column weight."
                 )
             return check_best_by(config.best_by, data, config.micro_batch, world.data.size)
 

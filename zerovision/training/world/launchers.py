@@ -123,7 +123,7 @@ def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
     raise UserError(
         f"{said}, but no LOCAL_RANK: this is one of several pods, and each would train alone. Type torchrun "
         "scripts/train_distributed.py ... in each, with the flags of docs/guides/several-machines.md, Kubernetes; "
-        f"to train in this one alone, unset {' '.join(names)}."
+        f"to train only in this pod, unset {' '.join(names)}."
     )
 
 
@@ -156,7 +156,7 @@ def _refuse_a_single_process() -> None:
         raise UserError(f"srun started {size} processes, and each would train on its own. {_WAYS}")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         raise UserError(
-            "accelerate was asked for several processes and started one on its own: give it --multi_gpu, which also "
+            "accelerate was asked for several processes but started only one: give it --multi_gpu, which also "
             f"starts them on CPUs, instead of --cpu. {_WAYS}"
         )
 

@@ -153,7 +153,7 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
         return None, f"no cache of decoded images: {root}: {error.strerror}"
     note = f"cache of decoded images: {options.cache}, about {expected_bytes / 1e9:.2f} GB in {cache.folder}"
     if expected_bytes > room:
-        note += f", of which {room / 1e9:.2f} GB fit beside what is in {root} (see --cache): remove what is not needed"
+        note += f", of which {room / 1e9:.2f} GB still fit into {root} (see --cache): remove what you do not need"
     return cache, note
 
 

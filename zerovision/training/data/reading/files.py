@@ -156,7 +156,7 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
             raise ImageError(path, f"{status.st_size / 1e6:.0f} MB, more than the {max_bytes / 1e6:g} MB allowed")
         data = file.read(status.st_size + 1)
     if len(data) > status.st_size:  # such as files below /proc, whose size is given as 0
-        raise ImageError(path, f"contains more than the {status.st_size} bytes that the file system gives as its size")
+        raise ImageError(path, f"contains more than {status.st_size} bytes, the size that the file system reports")
     return data
 
 

@@ -61,7 +61,7 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
         if not (low >= 0 and high <= 1):  # also for NaN
             raise UserError(
                 f"{name} has floats from {low:g} to {high:g}, whose scale is unknown: give (x - LOW) / (HIGH - LOW) "
-                "with fixed LOW and HIGH, so that all, also of later images, are from 0 to 1."
+                "with fixed LOW and HIGH, so that all values, including those of later images, are from 0 to 1."
             )
     tensor = torch.from_numpy(np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("=")))
     return (tensor if kind == BYTES else to_dtype(tensor, torch.float32, scale=True)), kind

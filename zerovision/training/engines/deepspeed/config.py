@@ -107,11 +107,11 @@ def _mistakes(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str
         name = prefix + key
         expected = schema.get(key)
         if name in OWNED_BY_COMMAND_LINE:
-            yield f"key '{name}' belongs to the command line: use {OWNED_BY_COMMAND_LINE[name]}."
+            yield f"key '{name}' is set on the command line: use {OWNED_BY_COMMAND_LINE[name]}."
         elif expected is None:
             yield f"key '{name}' is unknown, or has no effect here.{nearest(key, schema)}"
         elif value == "auto":
-            yield f"key '{name}' is 'auto', which nothing here decides: give a value."
+            yield f"key '{name}' is 'auto', which is not supported here: give a value."
         elif isinstance(expected, Mapping):
             if isinstance(value, Mapping):
                 yield from _mistakes(value, expected, prefix=name + ".")

@@ -33,7 +33,9 @@ class IslandSettings:
     outer_learning_rate: float = option(0.7, "--local-steps: learning rate of the outer step.", above=0, high=10)
     outer_momentum: float = option(0.9, "Nesterov momentum.", low=0, high=0.9999, part_of="outer_learning_rate")
     outer_precision: Literal["fp32", "bf16"] = option(
-        "fp32", "bf16: sends half the bytes; rounding errors follow a step later.", part_of="outer_learning_rate"
+        "fp32",
+        "bf16: sends half the bytes; rounding errors are sent in the next outer step.",
+        part_of="outer_learning_rate",
     )
 
 

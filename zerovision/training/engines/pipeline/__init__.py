@@ -86,8 +86,8 @@ class Pipeline(Way):
         flag = f"--pipeline-parallel {stages}:{self.config.pipeline_schedule}"
         if micro_batches < stages:
             raise UserError(
-                f"{flag}: {stages} ranks need {stages} micro-batches or more in a step, which has {micro_batches}: use "
-                f"--gradient-accumulation-steps {stages}, or more, with a smaller batch size."
+                f"{flag}: {stages} ranks need {stages} or more micro-batches per step, but a step has {micro_batches}: "
+                f"use --gradient-accumulation-steps {stages}, or more, with a smaller batch size."
             )
         rounds = micro_batches // stages
         if self.config.pipeline_schedule == "interleaved" and micro_batches % rounds:

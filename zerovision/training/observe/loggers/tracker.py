@@ -57,7 +57,7 @@ class TrackerLogger(EventLogger):
         except queue.Full:
             self._dropped += 1
             if self._dropped == 1:
-                self._note(f"{MOST_WAITING} lines are waiting: more are dropped for now; training goes on")
+                self._note(f"{MOST_WAITING} lines are waiting: further lines are dropped; training continues")
 
     def delivered(self) -> None:
         """Have the tracker's process send the run's files, and wait a limited time for it to end."""
@@ -71,7 +71,7 @@ class TrackerLogger(EventLogger):
             self._process.wait(deadline - time.monotonic())
         except (queue.Full, subprocess.TimeoutExpired):
             self._process.kill()
-            self._note(f"not everything was sent in {ENDING_SECONDS:.0f} s: the run's folder has it")
+            self._note(f"not everything was sent in {ENDING_SECONDS:.0f} s: the run's folder has all of it")
         self._teller.join(1)
         if self._dropped:
             self._note(f"{self._dropped} lines were dropped: metrics.jsonl has them")

@@ -39,7 +39,7 @@ class Contrastive(Task):
         if config.gradient_cache and config.batch_size == "auto":
             yield f"{cache} already sets how many images the network takes at once: give {of['batch_size']} a number."
         if self.is_asked() and model_spec(config.model_type).takes_members:
-            yield f"{loss}: the members of an ensemble have no features in common: train each by itself."
+            yield f"{loss}: the members of an ensemble have no features in common: train each one separately."
 
     def chunks(self) -> dict[str, int]:
         return {"gradient_cache": self.config.gradient_cache} if self.config.gradient_cache else {}

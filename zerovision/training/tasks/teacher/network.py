@@ -212,8 +212,8 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
     order, missing = order_of(data.class_names, known)
     if missing:
         raise UserError(
-            f"--teacher {config.teacher} does not know {len(missing)} of the {len(data.class_names)} classes, such as "
-            f"{shown(missing[0])}; it knows classes such as {shown(known[0][0])}: give one that was trained on them, "
+            f"--teacher {config.teacher} has no output for {len(missing)} of the {len(data.class_names)} classes, such "
+            f"as {shown(missing[0])}; it has classes such as {shown(known[0][0])}: give one that was trained on them, "
             f"or, if only the names differ, {states}."
         )
     return order
