@@ -30,7 +30,7 @@ train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=15, TRAIN
 
 test: setup-dev ## Run the tests: those of units side by side, then those that start ranks or a browser themselves
 	@bash tests/report/install_chromium.sh
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 3 --dist worksteal
+	$(BIN)/python -m pytest tests/unit -n 3 --dist worksteal
 	$(BIN)/python -m pytest --ignore tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup-dev ## Run the tests that take minutes each, and more variants of the others

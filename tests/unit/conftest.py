@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Compute with one thread: sums over two threads differ from those over one in their last digits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(1)
+        yield
 
 
 @pytest.fixture
