@@ -29,7 +29,7 @@ TABLE_EXTENSIONS = (".csv", ".tsv")
 ARCHIVES = {".tar": "tar", ".parquet": "parquet"}  # file suffix to name in `DATASETS`
 FOLDERS_OF_ARCHIVES = ("train", "val", "valid", "validation", "test", "data")
 DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
-FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # allowed values of the starting weights, for auto
+FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # values that "auto" may take from the starting weights
     "interpolation": ("bilinear", "bicubic").__contains__,
     "eval_crop": lambda share: share is not None and 0.5 <= share <= 1,
 }
@@ -44,7 +44,7 @@ class DataOptions(DataFields):
         std: Standard deviation per channel; see `mean`.
         seed: The run's seed.
         epochs: Number of training epochs, which determines when mixing ends.
-        class_weights: Value of `--class-weights`; only with "none", class imbalance is noted.
+        class_weights: Value of `--class-weights`; only with "none", a note about class imbalance is printed.
         eval_crop: Value of `--eval-crop`, with "auto" resolved.
         interpolation: Value of `--interpolation`, with "auto" resolved.
         made_for: Preprocessing of the starting weights, without the settings that the user chose; see
@@ -69,7 +69,7 @@ class DataOptions(DataFields):
 
 
 def data_options(config: TrainConfig) -> DataOptions:
-    """Return the data options of a configuration; starting weights determine the preprocessing."""
+    """Return the data options of a configuration; any starting weights determine the preprocessing."""
     from zerovision.models.preparation import starting_preparations
 
     made_for = starting_preparations(
@@ -97,7 +97,7 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
     Args:
         options: Options of the data.
         whole: "all" to load all images undivided, or "train", "val" or "test" to load only that part; both sets then
-            contain these images, uncached. Requires data with `DatasetEntry.has_parts`.
+            contain these images, and neither uses a cache. Requires data with `DatasetEntry.has_parts`.
         images: Result of `list_images` for these options; None to list the images now.
 
     Raises:
@@ -117,12 +117,12 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
         return importlib.import_module(find_dataset(options.data).module, __name__).load(options)
     if whole:
         return make_file_datasets([undivided(images, whole, options)], replace(options, cache="off"))
-    parts, images = divided(images, options), None  # memory has room for only one table of millions of images
+    parts, images = divided(images, options), None  # memory may have room for only one table of millions of images
     return make_file_datasets(parts, options)
 
 
 def list_images(options: DataOptions) -> Images | None:
-    """Return the images if the data set lists them one by one, None otherwise.
+    """Return the images if the data set lists them one by one, otherwise None.
 
     Raises:
         UserError: See `load_data`.
@@ -149,7 +149,7 @@ def bad_image_share(value: str) -> Fraction:
 
 
 def find_dataset(data: str) -> DatasetEntry:
-    """Return the `DATASETS` entry for a `--data` value, by its name or else by the kind of file or folder."""
+    """Return the `DATASETS` entry for a `--data` value: by name or, for a path, by the kind of file or folder."""
     if check_url(data):
         return DATASETS[URL]
     name, colon, _ = data.partition(":")
@@ -168,7 +168,7 @@ def find_dataset(data: str) -> DatasetEntry:
 
 
 def _suffix_of_all(folder: str) -> str:
-    """Return the suffix of a folder's archives; '' if it has none or has subfolders, which are classes or parts."""
+    """Return the suffix of a folder's archives, or '' if the folder has no archives or has classes or parts inside."""
 
     def looked() -> str:
         found = ""

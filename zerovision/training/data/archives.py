@@ -1,8 +1,8 @@
 """Folders of archives (files that contain encoded images), and the index of each archive.
 
-An index contains the position and label of every image. It is written when an archive is first read or has changed,
-next to the archive, or below `--data-root` if the archive's folder is read-only. An index is a NumPy file without
-pickled objects, and nothing in it is opened as a path.
+An index contains the position and label of every image. When an archive is first read or has changed, its index is
+written next to the archive, or under `--data-root` if the archive's folder is read-only. An index is a NumPy file
+without pickled objects, and no text in it is ever opened as a path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zerovision.training.data.reading.remote_files import UNKNOWN_CHECKSUM, chec
 from zerovision.training.data.reading.retry import entries_of, is_file, is_folder, patiently
 
 SUFFIX = ".index.npz"
-CACHE = "indexes"  # below --data-root
+CACHE = "indexes"  # under --data-root
 CLASS_NAMES = "classnames.txt"  # names of integer labels, one per line, as in CLIP's data sets
 LABEL_TYPES = (str, int)
 _NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of "train-00000-of-00002-a1b2c3d4e5f60718"
@@ -50,7 +50,7 @@ class Index(NamedTuple):
     Attributes:
         images: The images in file order.
         class_names: Names of the labels, if the archive contains them.
-        left_out: Number of samples skipped because they have no image, or no label where that is allowed.
+        left_out: Number of samples skipped because they have no image or are marked as unlabeled.
         columns: See `Kind.columns`.
         unused: Names of unused columns or JSON keys.
         dotted: Number of images skipped because their names contain more than one dot, and the first such name.
@@ -75,7 +75,7 @@ class Kind(NamedTuple):
 
     Attributes:
         suffix: Suffix of the file names.
-        scan: Builds an archive's index from its content; may raise UserError.
+        scan: Builds an archive's index from its contents; may raise UserError.
         open: Returns a reader for the images in archive files, given the states of the files.
         columns: The requested columns; an index made for other columns is rebuilt.
     """
@@ -105,17 +105,17 @@ def read(kind: Kind, options: DataOptions) -> Images:
 def listing_of(
     root: PurePath, indexes: list[Index], archive: Archive, options: DataOptions, read_names: Callable[[], bytes]
 ) -> Images:
-    """Return the images in archives from their indexes; each image's part is named by its column or its file.
+    """Return the images that indexes of archives list; an image's part comes from a column or from the file name.
 
     Args:
         root: Folder of the archives.
         indexes: Index of each file of `archive`.
         archive: Reads the images from its files.
         options: Options of the data.
-        read_names: Returns the content of `CLASS_NAMES`, or raises OSError.
+        read_names: Returns the contents of `CLASS_NAMES`, or raises OSError.
 
     Raises:
-        UserError: If there is no image, or a label without a name.
+        UserError: If there is no image, or a label has no name.
     """
     files, notes = archive.files, list(_notes(indexes))
     if not any(len(index.images) for index in indexes):
@@ -188,7 +188,7 @@ def open_index(kind: Kind, file: Path, cache: Path) -> Index:
         has_checksum |= bool(index and index.checksum)
     checksum = checksum_of(file) if has_checksum else UNKNOWN_CHECKSUM  # needed to read the archive from a URL
     index = kind.scan(file)._replace(state=state, file=inode, columns=kind.columns, checksum=checksum)
-    for place in places[file.is_symlink() :]:  # not next to a link: its target may be someone else's
+    for place in places[file.is_symlink() :]:  # never next to a link, which may point to someone else's file
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             write_index(index, place)
@@ -234,7 +234,7 @@ def write_index(index: Index, place: Path) -> None:
 
 
 def _parsed(content: bytes) -> Index:
-    """Parse the content of an index file; invalid content may raise any exception."""
+    """Parse the contents of an index file; invalid contents may raise any exception."""
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         facts, text = json.loads(file["facts"].tobytes()), file["text"]
         columns = {name: file[f"of_{name}"] for name in COLUMNS}

@@ -60,7 +60,7 @@ def _load_digits(options: DataOptions) -> DatasetPair:
 
 
 def _load_fake(options: DataOptions) -> DatasetPair:
-    """Generate 32 x 32 images, the same for every seed; if another size is requested, they are resized when read."""
+    """Generate 32 x 32 images, the same for every seed; they are resized when read if another size is requested."""
     train, val = _waves(FAKE_TRAIN_IMAGES, stream=0), _waves(FAKE_VAL_IMAGES, stream=1)
     class_names = [f"wave-{label}" for label in range(FAKE_CLASSES)]
     return make_array_datasets(train, val, class_names, options, IMAGE_SIZE)
@@ -92,7 +92,7 @@ def _load_npz(options: DataOptions) -> DatasetPair:
         arrays = patiently(partial(_arrays, path), path)
     except FileServerError:
         raise
-    except Exception as error:  # damage may raise anything; a lone .npy array fails, too
+    except Exception as error:  # a damaged file, or a .npy file of one array, may raise any exception
         raise UserError(f"--data npz:{path}: not a readable .npz file ({' '.join(str(error).split())}).") from None
     where = f"--data npz:{path}"
     given = [str(name) for name in _labels_in(np.ravel(arrays.get(CLASS_NAMES, [])), f"{where}: {CLASS_NAMES}")]

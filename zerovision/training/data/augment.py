@@ -1,4 +1,4 @@
-"""Transforms single images before batching: crops, resizes (even very thin images), then applies a policy.
+"""Transforms single images before batching: crops them, resizes them (even very thin ones), and applies a policy.
 
 For training and evaluation, the result is uint8 [C, S, S]; shifting, mirroring and normalization are applied later to
 whole batches on the device (see `batch_transforms`). `evaluation_transform` does everything for a single image, for
@@ -7,8 +7,8 @@ users of a trained model.
 Pillow applies the policies (RandAugment, TrivialAugment, AutoAugment, 3-Augment and color jitter). They draw from the
 global random generators of Python, NumPy and torch; see `randomness.seed_generators`.
 
-Only the center of a thin image is enlarged. Enlarging the shorter side of an image of 3 x 9000 pixels to 256 would make
-the longer side 768,000 pixels (590 MB), just for a center crop of 224 pixels.
+Only the center of a thin image is enlarged. Enlarging the shorter side of a 3 x 9000 image to 256 pixels would make the
+longer side 768,000 pixels long (590 MB), just for a center crop of 224 pixels.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from zerovision.models.weights_metadata import BYTES, Preprocessing
 from zerovision.training.data.augmentations import Augmentation
 
 THINNEST_SIDES = 20  # largest ratio of the longer to the shorter side at which an image is enlarged as a whole
-_WEIGHT_BITS = 14  # precision of PyTorch's fixed-point weights for bytes, if the largest weight is from 1 to 2
+_WEIGHT_BITS = 14  # precision of PyTorch's fixed-point weights for bytes, if the largest weight is between 1 and 2
 
-# The radius of each filter in pixels, and its weight by distance; as in Pillow, and in PyTorch with antialiasing.
+# Each filter's radius in pixels, and its weight as a function of distance; as in Pillow and antialiased PyTorch.
 FILTERS = {
     InterpolationMode.BILINEAR: (1, lambda x: (1 - x).clamp(min=0)),
     InterpolationMode.BICUBIC: (
@@ -67,7 +67,7 @@ def resized_centre(
         columns_there = int(rows_there * width / height)
     if max(height, width) <= THINNEST_SIDES * min(height, width) or rows_there <= height:
         image = functional.resize(image, [rows_there, columns_there], mode, antialias=True)
-    elif cuts_rows:  # columns first, like PyTorch, which rounds bytes in between
+    elif cuts_rows:  # columns first, like PyTorch, which rounds bytes after each direction
         first, weights = _centre_weights(height, rows_there, centre[0], mode)
         rows = image[:, first : first + weights.shape[1]]
         rows = functional.resize(rows, [rows.shape[1], columns_there], mode, antialias=True)
@@ -178,9 +178,9 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
-    """Return a transform from uint8 [C, H, W], or the type in `values`, to float32 [C, H, W] of size `image_size`."""
+    """Return a transform from [C, H, W], uint8 or `preprocessing.values`, to float32 [C, H, W] of size `image_size`."""
     steps = [evaluation_geometry(preprocessing), v2.ToDtype(torch.float32, scale=True)]
-    if preprocessing.values != BYTES:  # bytes are resized as bytes, and rounded
+    if preprocessing.values != BYTES:  # only bytes are resized before conversion, and rounded
         steps.reverse()
     return v2.Compose([*steps, v2.Normalize(preprocessing.mean, preprocessing.std)])
 
@@ -203,7 +203,7 @@ def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour
         image: uint8 or float32 [1 or C, H, W].
         size: Size of the result in pixels.
         mode: Interpolation filter.
-        colour: Color of the bars, one value per channel; 1 means 255 for bytes.
+        colour: Color of the bars, one value in 0..1 per channel; in a uint8 image, 1 becomes 255.
 
     Returns:
         The padded image in the dtype of `image`, [C, h, w].
@@ -212,7 +212,7 @@ def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour
     fullest = 0 if outer[0] * inside[1] <= outer[1] * inside[0] else 1
     height, width = (max(round(outer[fullest] * side / inside[fullest]), 1) for side in inside)
     bars = torch.tensor(colour, dtype=torch.float64)
-    bars = bars if len(image) == len(bars) else bars.mean(0, keepdim=True)  # gray, which becomes C channels later
+    bars = bars if len(image) == len(bars) else bars.mean(0, keepdim=True)  # a gray image, which gets C channels later
     bars = bars if image.is_floating_point() else (255 * bars).round().clamp(0, 255)
     whole = bars.to(image.dtype)[:, None, None].repeat(1, *outer)
     top, left = (outer[0] - height) // 2, (outer[1] - width) // 2
@@ -240,7 +240,7 @@ def resize(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     Resizing is fastest if the channels are innermost in memory.
     """
     size, mode = preprocessing.image_size, preprocessing.interpolation
-    # the batch dimension goes before the height, otherwise torch does not see that the channels are innermost
+    # add the batch dimension before the height; otherwise, torch does not recognize that the channels are innermost
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return torch.nn.functional.interpolate(batch, sides(size), mode=mode, antialias=True)[0]
 
@@ -263,9 +263,9 @@ def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Ca
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep 0 to 8 bits of each pixel; 0 bits make an image black, as before Pillow 13.
+    """Keep 0 to 8 bits of each pixel; with 0 bits, the image becomes black, as in Pillow before version 13.
 
-    Pillow 13 rejects 0 bits, which timm uses.
+    timm uses 0 bits, but Pillow 13 rejects this value.
     """
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
@@ -303,5 +303,5 @@ def build_policy(augmentation: Augmentation, preprocessing: Preprocessing) -> Tr
     """Return an augmentation's policy and color jitter as a transform of uint8 [3, S, S]; None if it has neither."""
     steps = [POLICIES[augmentation.policy](augmentation, preprocessing)] if augmentation.policy else []
     if augmentation.color_jitter:
-        steps.append(v2.ColorJitter(*[augmentation.color_jitter] * 3))  # as in timm, one number keeps the hue
+        steps.append(v2.ColorJitter(*[augmentation.color_jitter] * 3))  # as in timm, the hue is unchanged
     return v2.Compose([v2.ToPILImage(), *steps, v2.PILToTensor()]) if steps else None

@@ -1,4 +1,4 @@
-"""Reads the augmentation and the progressive size of training images from flags; imports neither torch nor Pillow."""
+"""Parses the flags of the augmentation and of progressive resizing; imports neither torch nor Pillow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RANDAUGMENT = "rand-m9-mstd0.5"
 CROP_SCALE, CROP_RATIO = "0.08,1", "3/4,4/3"  # as in torchvision's `RandomResizedCrop`
 
-# timm reads magnitude, number of operations, probability, deviation of the magnitude, direction and set of operations
+# timm's keys: magnitude, number of operations, probability, deviation of the magnitude, direction, set of operations
 _RANDAUGMENT_PATTERN = re.compile(
     r"rand(-(m[0-9]{1,2}|n[1-9]|p(0\.[0-9]{1,6}|1)|mstd[0-9]{1,3}(\.[0-9]{1,6})?|inc[01]|t(weights|3aw|3a)))*"
 )
@@ -37,15 +37,15 @@ class Augmentation:
     """The steps applied to training images, in this order: an entry of `AUGMENTATIONS`, possibly changed by flags.
 
     Attributes:
-        crop: Whether to resize a random part instead of the whole image.
+        crop: Whether to crop a random part of the image before resizing.
         crop_scale: Smallest and largest share of the area that a crop covers.
         crop_ratio: Smallest and largest width of a crop, as a multiple of its height.
         policy: A key of `augment.POLICIES`, or '' for none.
-        randaugment: timm's configuration string for the policy "randaugment".
-        color_jitter: Largest change of brightness, contrast and saturation, as a share; 0 for none.
+        randaugment: RandAugment string in timm's format, used by the policy "randaugment".
+        color_jitter: Largest relative change of brightness, contrast and saturation; 0 for no change.
         shift: Whether to shift images.
         shift_pixels: Largest shift in pixels; None for 10 % of the image size (3 pixels at 32).
-        shift_padding: What fills the edges: "zeros", or a reflection of the image ("reflect").
+        shift_padding: What fills the edges: "zeros", or "reflect" for a reflection of the image.
         mirror: Horizontal mirroring: "off", "random" (half of the time) or "alternate" (every other epoch).
         erasing: Probability of erasing a rectangle.
         erasing_mode: What fills the rectangle; see `batch_transforms.RandomErasing`.
@@ -118,7 +118,7 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
     Raises:
         UserError: If a name or range is invalid, or a setting does not apply to the selected augmentation.
     """
-    if given.augmentation not in ("auto", *AUGMENTATIONS):  # auto: the data set's own
+    if given.augmentation not in ("auto", *AUGMENTATIONS):  # auto selects the data set's default
         raise unknown_name("augmentation", given.augmentation, ("auto", *AUGMENTATIONS))
     name = default if given.augmentation == "auto" else given.augmentation
     line = AUGMENTATIONS[name]
@@ -193,7 +193,7 @@ class SizeRamp:
         return min(max(round(between / step) * step, self.low), full)
 
     def sizes(self, full: int) -> list[int]:
-        """Return all sides that occur, in ascending order."""
+        """Return all sides that occur in any epoch, in ascending order."""
         return sorted({self.size(epoch, full) for epoch in range(self.first, self.last + 2)})
 
 
@@ -201,7 +201,7 @@ def size_ramp(value: str) -> SizeRamp | None:
     """Parse a value of `--progressive-size`; return None for an empty value.
 
     Raises:
-        UserError: If the value does not have the form LOW:FIRST:LAST, or its numbers are out of range or order.
+        UserError: If the value does not have the form LOW:FIRST:LAST, or its numbers are out of range or not in order.
     """
     if not value:
         return None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PATHS_IN_ERROR = 3
 MAX_FILES_LISTED = 20
-FILES_PER_MESSAGE = 500  # a path may have 4,096 bytes, and the size of messages is limited
+FILES_PER_MESSAGE = 500  # a path may be 4,096 bytes long, and the size of messages is limited
 
 
 def bad_image_budget(share: Fraction, total: int) -> int:
@@ -39,10 +39,10 @@ def read_or_replace(
         dataset: The data set.
 
     Returns:
-        The image, and the error if the image at `index` could not be read, which means weight 0 for its slot.
+        The image, and the error if the image at `index` could not be read, in which case its slot gets weight 0.
 
     Raises:
-        ImageError: If the image is unreadable, and no unreadable image is allowed.
+        ImageError: If the image is unreadable, and no unreadable images are allowed.
         UserError: If more than `dataset.most_bad` consecutive images are unreadable.
     """
     try:
@@ -76,12 +76,12 @@ def check_bad_images(loader: Loader, world: World) -> None:
     """End the run if all ranks together have found more unreadable images than allowed; a collective.
 
     A loader checks its own rank's images as they are read. An image that could not be read on several ranks or in
-    several epochs counts once.
+    several epochs is counted only once.
 
     Raises:
         UserError: If the limit is exceeded; raised on all ranks.
     """
-    if not loader.dataset.most_bad:  # the first unreadable image was an error
+    if not loader.dataset.most_bad:  # any unreadable image has already raised an error
         return
     try:
         check_budget(_merged(loader.bad_images, world), loader.dataset)

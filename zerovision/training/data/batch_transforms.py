@@ -1,7 +1,8 @@
 """Transforms batches on the device: shifts, mirrors and normalizes images, erases rectangles, and mixes images.
 
-8-bit images are transferred as bytes, a quarter of the size of float32. Random numbers are drawn on the CPU as a
-function of (seed, epoch, index), and images are shifted by whole pixels, so a GPU produces the same result as a CPU.
+8-bit images are transferred as bytes, which are a quarter of the size of float32. Random numbers are drawn on the CPU
+as a function of (seed, epoch, index), and images are shifted by whole pixels, so a GPU produces the same result as a
+CPU.
 The result has the channels_last memory format, in which convolutions are fastest.
 
 Mixup and cutmix make one random choice per micro-batch, with the distribution of timm's `Mixup` in mode "batch". The
@@ -30,7 +31,7 @@ from zerovision.training.data.transfer import to_device
 AREA = (0.02, 1 / 3)  # of the image
 RATIO = (0.3, 1 / 0.3)  # height / width
 TRIES = 10
-ERASING_DRAWS = 4 + 2 * TRIES  # whether, top, left, place in the noise, areas, shapes
+ERASING_DRAWS = 4 + 2 * TRIES  # whether to erase, top, left, place in the noise, areas, shapes
 NOISE_LENGTH = 2**20
 
 
@@ -39,8 +40,8 @@ class RandomErasing:
 
     Args:
         probability: Probability of erasing a rectangle in an image.
-        mode: What fills the rectangle: "const" for zeros (the mean color); "rand" for one normal random number per
-            channel; "pixel" for one per pixel and channel.
+        mode: What fills the rectangle: "const" for zeros (the mean color), "rand" for normal noise with one number per
+            channel, or "pixel" for normal noise with one number per pixel and channel.
         size: Size of the images in pixels.
         seed: The run's seed.
         channels: Number of channels C.
@@ -67,19 +68,19 @@ class RandomErasing:
         down, along = (torch.arange(side, device=images.device) for side in sides(self._size))
         rows, columns = (down >= top) & (down < top + height), (along >= left) & (along < left + width)
         inside = rows[:, :, None, None] & columns[:, None, :, None]
-        slots, pixels = slots.squeeze(1), images.permute(0, 2, 3, 1)  # in the order of the memory
+        slots, pixels = slots.squeeze(1), images.permute(0, 2, 3, 1)  # in memory order
         pixels.index_copy_(0, slots, torch.where(inside, self._fill(start), pixels.index_select(0, slots)))
         return images
 
     def _fill(self, start: torch.Tensor) -> torch.Tensor:
-        """Return the fill: zero, float32 [], or noise from `start` (int64 [K, 1]), float32 [K, 1 or H, 1 or W, C]."""
+        """Return zero, float32 [], or the noise at offset `start` (int64 [K, 1]), float32 [K, 1 or H, 1 or W, C]."""
         if self._noise_shape is None:
             return torch.zeros((), device=start.device)
         places = start + torch.arange(math.prod(self._noise_shape), device=start.device)
         return self._noise(start.device)[places % NOISE_LENGTH].view(-1, *self._noise_shape)
 
     def _noise(self, device: torch.device) -> torch.Tensor:
-        """Return fixed normal noise, float32 [NOISE_LENGTH]; new noise for every pixel would take longer than a step.
+        """Return fixed normal noise, float32 [NOISE_LENGTH]; drawing it for every pixel would take longer than a step.
 
         NumPy guarantees the same numbers from `RandomState` in all versions.
         """
@@ -93,7 +94,7 @@ class RandomErasing:
 
 
 def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.ndarray:
-    """Choose the rectangles to erase; area and log-uniform aspect ratio are drawn up to 10 times until they fit.
+    """Choose the rectangles to erase; an area and a log-uniform aspect ratio are drawn up to 10 times until they fit.
 
     Args:
         size: Size of the images in pixels.
@@ -160,12 +161,12 @@ class BatchTransforms:
         if self.augmentation.mirror != "off":
             mirrored = self._is_mirrored(self._draws(epoch, indices), epoch, indices)
             chosen = torch.from_numpy(np.arange(len(indices)) + len(indices) * mirrored)
-            # selecting from both is four times as fast as `torch.where` on bytes
+            # selecting from both orientations is four times as fast as `torch.where` on bytes
             images = torch.cat([images, images.flip(2)]).index_select(0, to_device(chosen, images.device))
         return self._finish(images, epoch, indices)
 
     def with_border(self, images: torch.Tensor) -> torch.Tensor:
-        """Pad images [N, S, S, 1 or C], wide enough for the largest shift, with zeros or their reflection."""
+        """Pad images [N, S, S, 1 or C] with zeros or a reflection, wide enough for the largest shift."""
         if self.augmentation.shift_padding == "zeros":
             return pad(images, [0, 0] + [self.border] * 4)
         for dimension, side in enumerate(self.sides, 1):  # `pad` cannot reflect bytes
@@ -202,10 +203,10 @@ class BatchTransforms:
         return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS)
 
     def _is_mirrored(self, draws: np.ndarray, epoch: int, indices: np.ndarray) -> np.ndarray:
-        """Return which images to mirror, bool [B]; `draws` are the epoch's draws.
+        """Return which images to mirror, bool [B], given the epoch's draws.
 
-        "alternate" draws only the orientation in the first epoch (Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single
-        GPU", arXiv:2404.00498).
+        With "alternate", only the orientation in the first epoch is random; it then changes in every epoch (Jordan,
+        "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv:2404.00498).
         """
         if self.augmentation.mirror == "alternate":
             return (self._draws(0, indices)[:, 0] < 0.5) ^ (epoch % 2 == 1)
@@ -233,7 +234,7 @@ class Mix(NamedTuple):
     """How to mix the images of a micro-batch.
 
     Attributes:
-        share: Share of the image itself, 0 to 1; the rest comes from its partner.
+        share: Share of the image itself, from 0 to 1; the rest comes from the image's partner.
         box: Top, bottom, left and right of the rectangle that cutmix copies from the partner; None for mixup.
     """
 
@@ -247,7 +248,7 @@ class Mixing:
     Mixup: Zhang et al., arXiv:1710.09412; cutmix: Yun et al., arXiv:1905.04899.
 
     Args:
-        options: Options with the alphas of mixup and cutmix, their probabilities, and the numbers of epochs.
+        options: Options with the alphas and probabilities of mixup and cutmix, and the numbers of epochs.
         num_classes: Number of classes C.
     """
 
@@ -314,7 +315,8 @@ class Mixing:
         share = float(draws.beta(alpha, alpha))
         if not cuts:
             return Mix(share, None)
-        # the box has the images' shape and the rest of the area, around any pixel; targets count only the part inside
+        # The box has the images' aspect ratio and the partner's share of the area. Its center is a random pixel, and
+        # only the part inside the image counts for the targets.
         ends = []
         for size in shape:
             side, centre = int(size * np.sqrt(1 - share)), int(draws.randint(size))

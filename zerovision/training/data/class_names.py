@@ -1,7 +1,7 @@
-"""Class names: which values are labels, whatever the source, and how the classes are ordered.
+"""Class names: which values are labels in any source, and how the classes are ordered.
 
-A text label is used as written, except that outer blanks are removed and Unicode is normalized to form NFC. A label is
-a number if it has a numeric type, or if it indexes given names.
+A text label is used as written, except that leading and trailing blanks are removed and Unicode is normalized to NFC. A
+label is a number if it has a numeric type, or if it is an index into given names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTHING = frozenset({"nan", "none", "null", "nil", "n/a", "na", "<na>", "nat", 
 
 @lru_cache(2**16)
 def clean(text: str) -> str:
-    """Return text in Unicode form NFC, without blanks and byte-order marks at its ends."""
+    """Normalize text to NFC, and remove blanks and byte-order marks from both ends."""
     return _ENDS.sub("", unicodedata.normalize("NFC", text))
 
 
@@ -114,7 +114,7 @@ def number_classes(labels: Collection[Label], given: Sequence[str], where: str) 
 
 
 def read_class_names(content: bytes, file: str) -> list[str]:
-    """Return the names in a text file, one per line; only LF, CR LF and CR end lines.
+    """Return the names in a text file, one per line; lines end with LF, CR LF or CR only.
 
     Raises:
         UserError: If the file is not UTF-8, or a line between two names is empty.

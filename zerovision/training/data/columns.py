@@ -1,4 +1,4 @@
-"""Finds the columns besides path and label in tables, Parquet files and JSON, in any letter case.
+"""Finds columns other than path and label in tables, Parquet files and JSON, regardless of upper and lower case.
 
 Unused columns are reported.
 """
@@ -90,8 +90,8 @@ def _weight(cell: str) -> float:
         raise ValueError(f"weight is {shown(cell)}; expected a number")
     if weight < 0:
         raise ValueError(f"weight is {weight:g}; expected 0 or more")
-    return weight if weight != 1 else 1.0  # one object for most rows
+    return weight if weight != 1 else 1.0  # most rows share one object
 
 
 def _text(value: object) -> str:
-    return "" if value is None or value != value else clean(str(value))  # NaN is an empty cell in pandas
+    return "" if value is None or value != value else clean(str(value))  # pandas represents empty cells as NaN

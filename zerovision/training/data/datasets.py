@@ -55,7 +55,7 @@ class ImageDataset(Dataset):
         preprocessing: See `DatasetPair.preprocessing`.
         augmentation: The augmentation; none by default.
         seed: Seed of the augmentation.
-        most_bad: Number of images that may be unreadable and get weight 0; if 0, any unreadable image is an error.
+        most_bad: Largest allowed number of unreadable images, which get weight 0; if 0, any such image is an error.
         ramp: Image size by epoch; None if every epoch uses the size in `preprocessing`.
         batch_transforms: Applied to whole batches on the device, after `read`.
         mixing: Applied to whole batches after `batch_transforms`; None to disable mixing.
@@ -97,7 +97,7 @@ class ImageDataset(Dataset):
         return self.batch_transforms(image[None], epoch, draw_keys)[0], int(self.source.labels[index])
 
     def for_epoch(self, epoch: int) -> ImageDataset:
-        """Return this set with images of the epoch's size; the set itself if that is the full size."""
+        """Return this set with images of the epoch's size, or the set itself if that is the full size."""
         full = self.preprocessing.image_size
         size = full if self.ramp is None else self.ramp.size(epoch, int(full))
         if size == full:
@@ -146,7 +146,7 @@ class ImageDataset(Dataset):
 
     def _crop(self, draws: list[float]) -> BoxChooser:
         height, width = self.batch_transforms.sides
-        low, high = (bound * (width / height) for bound in self.augmentation.crop_ratio)  # 1: the output's shape
+        low, high = (bound * (width / height) for bound in self.augmentation.crop_ratio)  # 1: output's shape
         return partial(random_box, draws=draws, scale=self.augmentation.crop_scale, ratio=(low, high))
 
 
@@ -165,7 +165,7 @@ class DatasetPair:
 
     Attributes:
         train: Training samples, whose augmentation depends on (seed, epoch, index).
-        val: Validation samples, never augmented; the epoch in a key is ignored.
+        val: Validation samples, which are never augmented; the epoch in a key is ignored.
         class_names: Name of each label, or of each target column of `sets`.
         preprocessing: The evaluation preprocessing; `train.preprocessing` has the training images' size, which may
             differ.
@@ -261,7 +261,7 @@ def make_dataset_pair(
 
     Raises:
         UserError: If a set is empty, there is only one class, two classes have the same name, a label is out of range,
-            or the augmentation does not fit.
+            or the augmentation does not suit the images.
     """
     _check_names(class_names, options, sets)
     train = sources[0]
@@ -391,7 +391,7 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
     train = sources[0]
     notes, defaults = [*first.notes, *cache_notes], RGBA_PHOTOGRAPHS if train.channels == 4 else PHOTOGRAPHS
     if options.decode != NUMBERS and (options.cache != "off" or not (archive and archive.is_remote)):
-        notes += note_unused_range(train, options.max_megapixels * 10**6)  # do not fetch remote images only for this
+        notes += note_unused_range(train, options.max_megapixels * 10**6)  # do not fetch remote images just for this
     if options.decode == NUMBERS and len(first):
         mean, std = _statistics_of_some(train)
         defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
@@ -402,14 +402,14 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
 
 
 def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:
-    """Return the mean and standard deviation per channel of evenly spaced images of a set, weighted equally."""
+    """Return the mean and standard deviation per channel of evenly spaced images in a set; all weigh the same."""
     most = min(
         len(source.labels), IMAGES_OF_STATISTICS, VALUES_OF_STATISTICS // (source.channels * SIDE_OF_STATISTICS**2)
     )
     chosen = np.linspace(0, len(source.labels) - 1, most).astype(int)
     shrunk = []
     for index in chosen.tolist():
-        with suppress(ImageError):  # the loader reports it
+        with suppress(ImageError):  # the loader reports this error
             shrunk.append(v2.functional.resize(source.read(index), [SIDE_OF_STATISTICS] * 2, antialias=True))
     return statistics(torch.stack(shrunk)) if shrunk else ([0.5], [0.5])
 

@@ -1,4 +1,4 @@
-"""Moves batches to the device, on a GPU in parallel with the computation; small data sets are kept on the device."""
+"""Moves batches to the device, while a GPU computes the previous batch; small data sets are kept on the device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batc
 
 
 class ImagesOnDevice:
-    """All images of a set in one tensor on the device, from which batches are selected by index, then transformed.
+    """All images of a set in one tensor on the device, from which batches are selected by index and then transformed.
 
     Args:
         dataset: A set of arrays whose augmentation can be applied to whole batches.
@@ -85,7 +85,7 @@ class ImagesOnDevice:
         """Copy the images to the device, resized and padded as `dataset` requires."""
         images = self._images
         if images.shape[2:] != dataset.preprocessing.sides:
-            # each is resized by `ImageDataset.read`, so that not one bit differs
+            # `ImageDataset.read` resizes each image, so that the result is bit-identical
             images = torch.stack([dataset.read(0, index, [])[: images.shape[1]] for index in range(len(dataset))])
         bordered = dataset.batch_transforms.with_border(images.permute(0, 2, 3, 1).contiguous())
         self._filled_with, self._bordered = dataset, bordered.to(self._device)

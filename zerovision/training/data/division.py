@@ -1,9 +1,9 @@
 """Divides a table of images into training, validation and test parts, and sorts each part into reading order.
 
-The same images lead to the same training, whatever lists them and in whatever order: paths or groups, classes and the
-split seed determine which images are held out. Folds are made as in scikit-learn's StratifiedGroupKFold: the largest
-groups are assigned first, each to the fold with the fewest images of its classes. Groups and files with identical
-content are never divided between folds.
+The same images lead to the same training run, no matter how they are listed and in which order: paths or groups,
+classes and the split seed determine which images are held out. Folds are made as in scikit-learn's
+StratifiedGroupKFold: the largest groups are assigned first, each to the fold with the fewest images of its classes.
+Neither groups nor files with identical contents are ever divided between folds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def fingerprint(parts: Sequence[Images], names: Iterable[str]) -> str:
         for rows in pieces(part.in_order()):
             facts = (part[name][rows].tolist() for name in ("size", "label", "weight"))
             for path, size, label, weight in zip(part.paths(rows), *facts, strict=True):
-                more = f"\0()\0{weight}" if weight != 1 else ""  # the format of runs with weights since 0.1
+                more = f"\0()\0{weight}" if weight != 1 else ""  # since 0.1, for runs with weights
                 digest.update(os.fsencode(f"{path}\0{size}\0{label}{more}\n"))
     return digest.hexdigest()
 
@@ -138,7 +138,7 @@ def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndar
 def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Callable[[int], str]]:
     """Return the hash of each image's unit, and a function that returns the name of the unit.
 
-    A unit, which is never divided, is a group or all images with the same path. Images with the same name in different
+    A unit is a group, or all images with the same path, and is never divided. Images with the same name in different
     archives are separate units.
     """
     groups, apart = images.words["group"], np.zeros(len(rows), dtype=bool)
@@ -179,23 +179,23 @@ def unit_hashes(names: Iterable[str], seed: int) -> np.ndarray:
 def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np.ndarray:
     """Return which images are held out, bool [N].
 
-    A unit is held out if its hash, scaled to 0..1, is below `fraction`. This rule depends neither on other images, so
-    adding images moves none of the existing images, nor on the run's seed, so all runs are evaluated on the same
-    images. But by chance, it could hold out 7 of 11 images. Therefore, if the number of a class's held-out units
-    differs from the expected number by more than one unit plus `TOLERANCE`, the units whose hashes are nearest to
-    `fraction` are moved; only these can change sides when images are added. A class with two or more units has at least
-    one unit on each side.
+    A unit is held out if its hash, scaled to 0..1, is below `fraction`. This rule does not depend on other images, so
+    adding images moves none of the existing images. It does not depend on the run's seed either, so all runs are
+    evaluated on the same images. By chance, however, it could hold out 7 of 11 images. Therefore, if the number of a
+    class's held-out units differs from the expected number by more than one unit plus `TOLERANCE`, the units whose
+    hashes are nearest to `fraction` are moved; only these units can change sides when images are added. A class with
+    two or more units has at least one unit on each side.
 
     Args:
         units: uint64 [N], from `unit_hashes`; all images of a unit are on the same side.
-        strata: int64 [N], the class of each image; a unit with several classes belongs to the most frequent one, or in
-            a tie to the first.
+        strata: int64 [N], the class of each image; a unit with several classes belongs to the most frequent class, or
+            to the first of several equally frequent classes.
         fraction: Share to hold out, above 0 and below 1.
     """
     hashes, of_image = np.unique(units, return_inverse=True)
     classes = int(strata.max(initial=0)) + 1
     pairs, counts = np.unique(of_image * classes + strata, return_counts=True)
-    unit, stratum = (half.astype(np.int32) for half in np.divmod(pairs, classes))  # saves 8 bytes per pair, of millions
+    unit, stratum = (half.astype(np.int32) for half in np.divmod(pairs, classes))  # saves 8 bytes per pair
     del pairs
     by_unit = np.lexsort((-counts, unit))  # ties stay sorted by class
     stratum_of = stratum[by_unit][np.unique(unit, return_index=True)[1]]
@@ -219,7 +219,7 @@ def join_copies(
         units: uint64 [N]; see `unit_hashes`.
         sizes: int64 [N], sizes of the files in bytes.
         name_of: Returns the name of an image's unit.
-        read: Returns the content of an image's file, or raises ImageError.
+        read: Returns the contents of an image's file, or raises ImageError.
     """
     joined: dict[int, int] = {}
     names: dict[int, str] = {}
@@ -253,8 +253,8 @@ def join_copies(
 def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
     """Return the fold of each image, int64 [N], counted from 0.
 
-    Units of one image are sorted by hash, and each fold takes the next units of a class, so when images are added, only
-    images at the ends of a fold move to another fold.
+    Within each class, the units that consist of a single image are sorted by hash and cut into consecutive runs, one
+    per fold, so that when images are added, only images at the ends of a run move to a different fold.
 
     Args:
         units: uint64 [N], from `unit_hashes`; all images of a unit are in the same fold.
@@ -280,7 +280,7 @@ def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
 
 
 def _fullness(taken: Mapping[int, int], counts: Mapping[int, int], totals: Sequence[int]) -> tuple[float, int]:
-    """Return how much a unit raises the sum of a fold's squared class shares, and the fold's number of images."""
+    """Return how much a unit would raise the sum of a fold's squared class shares, and the fold's number of images."""
     raised = sum(taken[label] * counts[label] / totals[label] ** 2 for label in sorted(counts))
     return raised, sum(taken.values())
 
@@ -290,7 +290,7 @@ def _shares(total: int, taken: Sequence[int], left: int) -> list[int]:
     folds = len(taken)
     wanted = [total * (number + 1) // folds - total * number // folds for number in range(folds)]
     shares = [max(whole - has, 0) for whole, has in zip(wanted, taken, strict=True)]
-    while sum(shares) > left:  # groups exceed a fold's share: the fullest folds receive less
+    while sum(shares) > left:  # groups exceed a fold's share, so the fullest folds receive fewer images
         fullest = max(
             (number for number in range(folds) if shares[number]), key=lambda at: (taken[at] + shares[at], at)
         )

@@ -22,7 +22,7 @@ from zerovision.training.data.reading.retry import FolderEntry, entries_of, is_f
 from zerovision.training.data.settings import NUMBERS
 
 NAMES_IN_NOTE = 5
-# What operating systems and file servers create in folders, in lower case, apart from names with a leading dot.
+# Names of files and folders that operating systems and file servers create, in lower case, without hidden names.
 SYSTEM_NAMES = frozenset(
     {
         *("@eadir", "@recycle", "@recently-snapshot", "@sharebin", "@tmp", "#recycle", "#snapshot"),
@@ -33,7 +33,7 @@ SYSTEM_NAMES = frozenset(
 
 
 class FolderListing:
-    """Lists the folders below `root`, and counts followed links and skipped files.
+    """Lists the folders under `root`, and counts followed links and skipped files.
 
     Args:
         root: Resolved path of the data folder.
@@ -78,7 +78,7 @@ class FolderListing:
         self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
 
     def starts_with_images(self, folder: str) -> bool:
-        """Return whether a folder itself contains images, not only its subfolders."""
+        """Return whether a folder directly contains images, not just in its subfolders."""
 
         def starts() -> bool:
             with os.scandir(folder) as scan:  # stop early: a class may have a million images
@@ -115,7 +115,7 @@ class FolderListing:
             yield f"followed {len(self._links)} symbolic links, such as {first}; the folder of a link is its class"
 
     def _files_below(self, folder: str, chain: Sequence[str]) -> Iterator[FolderEntry]:
-        """Yield the files below a folder; `chain` contains the real paths of the folder and its parents."""
+        """Yield the files under a folder; `chain` contains the real paths of the folder and its parents."""
         for entry in self.entries(folder):
             if not entry.is_dir():
                 yield entry
@@ -156,7 +156,7 @@ def listing(options: DataOptions) -> Images:
     if classes[TRAIN] and classes[VAL]:
         _compare(classes[TRAIN], classes[VAL], "validation part")
     if classes[TRAIN] and classes[TEST]:
-        _compare(classes[TRAIN], classes[TRAIN] | classes[TEST], "test part")  # classes may be missing
+        _compare(classes[TRAIN], classes[TRAIN] | classes[TEST], "test part")  # some classes may have no test images
     notes += folder.notes()
     if several := [name for name, folders in folders_of.items() if len(folders) > 1]:
         ways = "in two Unicode forms, or with leading or trailing blanks"
@@ -179,9 +179,10 @@ def _resolve_root(data: str) -> Path:
 def _add_classes(
     builder: ImagesBuilder, folder: FolderListing, top: str, part: str, folders_of: dict[str, set[str]], fewest: int
 ) -> set[str]:
-    """Add the images of the class folders directly below `top`, and return the classes, of which `fewest` are required.
+    """Add the images of the class folders directly under `top`, and return the classes; require at least `fewest`.
 
-    Folders whose names differ only in Unicode form or outer blanks are one class; `folders_of` collects these names.
+    Folders whose names differ only in Unicode normalization or in blanks at the ends are one class; `folders_of`
+    collects their names.
     """
     entries = folder.entries(top)
     if not entries:

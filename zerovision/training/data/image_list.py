@@ -1,4 +1,4 @@
-"""The list of a run's images by path and content, which shows what was trained on and what has changed since."""
+"""The list of a run's images by path and content, which shows what the run has used and what has changed since then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ListedImage(NamedTuple):
         part: "train", "val" or "test".
         label: Name of the class.
         size: Size of the file, in bytes.
-        digest: Digest of the file's content; see `reading.sources.digest_of`.
+        digest: Digest of the file's contents; see `reading.sources.digest_of`.
         path: Path of the file, relative to the data folder.
     """
 
@@ -112,7 +112,7 @@ def describe_change(before: Sequence[ListedImage], data: DatasetPair) -> str:
 
 
 class TrainedImages:
-    """The images that a run was trained on, by content, or by path if the content is unknown."""
+    """The images that a run was trained on, identified by content, or by path if the content is unknown."""
 
     def __init__(self, images: Sequence[ListedImage]) -> None:
         trained = [one for one in images if one.part == "train"]
@@ -140,10 +140,10 @@ class ImageContents:
 
     Args:
         folder: The run's folder; if it already contains the list of images, nothing is collected.
-        data: The data.
+        data: The data sets.
         loaders: This rank's loaders, by part.
         world: The ranks.
-        loggers: Receive a message if the list cannot be written.
+        loggers: Loggers that receive a message if the list cannot be written.
     """
 
     def __init__(

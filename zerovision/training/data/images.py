@@ -27,8 +27,8 @@ COLUMNS: dict[str, str] = {  # column types; see `array` and NumPy
     **{"length": "i", "file": "i", "weight": "d"},
 }
 WORDS = ("folder", "label", "part", "group")
-ROWS_AT_A_TIME = 2**16  # whose paths exist as text at the same time
-ROW_BITS = 32  # the lowest bits of a place in a Parquet file; the bits above are the row group
+ROWS_AT_A_TIME = 2**16  # number of rows whose paths exist as text at the same time
+ROW_BITS = 32  # the low bits of a place in a Parquet file are the row; the high bits are the row group
 
 
 class Archive:
@@ -55,7 +55,7 @@ class Archive:
         """Start fetching files that will be read, if they are remote."""
 
     def check_room(self, part: str, files: Iterable[int]) -> None:
-        """Raise UserError if remote files read in random order exceed the cache."""
+        """Raise UserError if remote files are read in random order and do not fit into the cache."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Images:
         words: Names that the numbers in each column of `WORDS` stand for; folders end with a slash.
         text: File names as bytes, uint8; shared by all tables taken from the same table.
         archive: Archive that contains the images; None if each image is a separate file.
-        classes: With several labels per image, the classes, or () if the label sets define them; otherwise None.
+        classes: Class names if images have several labels, or () if the label sets define the classes; None if each
+            image has one label.
         notes: One-line messages for the user.
     """
 

@@ -1,7 +1,7 @@
-"""Reads any number of labels per image from tables.
+"""Reads tables with any number of labels per image.
 
-Each distinct set of labels has a number, which is used as the image's label in orders, splits and lists; `LabelSets`
-converts it into targets.
+Each distinct set of labels has an index, which is used as the image's label when images are sorted, split and listed.
+`LabelSets` converts these indices into targets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerovision.training.data.settings import SEVERAL_LABELS
 
 SEPARATOR = ";"  # in the name of a set
 SEPARATORS = re.compile(r"[;|]")
-LISTS = re.compile(r"[;|,]|^[\[({]")  # in a cell that may be more than one plain label
+LISTS = re.compile(r"[;|,]|^[\[({]")  # in a cell that may contain more than one label
 OF_COLUMNS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False, "": False}
 
 
@@ -31,14 +31,14 @@ class LabelSets(NamedTuple):
 
     Attributes:
         names: Names of the S sets: their classes, separated by semicolons.
-        targets: float32 [S, K], 1 for each class in a set, else 0.
+        targets: float32 [S, K], 1 for each class in a set, otherwise 0.
     """
 
     names: list[str]
     targets: torch.Tensor
 
     def images_of_each(self, labels: torch.Tensor) -> list[int]:
-        """Return the number of images in each of K classes; `labels` are the numbers of the images' sets, int64 [N]."""
+        """Return the number of images in each of K classes; `labels` holds the index of each image's set, int64 [N]."""
         counts = torch.bincount(labels, minlength=len(self.names)).double() @ self.targets.double()
         return [int(count) for count in counts]
 
@@ -148,7 +148,7 @@ def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSe
 
     Args:
         names: Names of the sets, without duplicates.
-        class_names: The class names in order; if empty, the sorted classes in the sets.
+        class_names: The class names in order; if empty, the classes that occur in the sets are used in sorted order.
     """
     names = list(names)
     classes = list(class_names) or sorted({one for name in names for one in classes_of(name)})
@@ -160,9 +160,9 @@ def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSe
 
 
 def rarest_class(images: Mapping[str, int]) -> dict[str, str]:
-    """Return the rarest class of each set, '' for the empty set.
+    """Return the rarest class of each set, or '' for the empty set.
 
-    Images are held out by their rarest class, so that every class has some held-out images.
+    Held-out images are chosen per rarest class, so that every class has some held-out images.
 
     Args:
         images: Number of images of each set.

@@ -38,7 +38,7 @@ class Loader:
 
     Attributes:
         dataset: The data set.
-        pool: The worker processes, which other loaders may share, or None.
+        pool: The worker processes, which other loaders may share; None if this process reads the images.
         bad_images: Reason for each unreadable image that this rank has found, by path.
         notes: Note on each unusual image that this rank has decoded, by path.
         digests: int64 [N], digests of the files that this rank has read; None if not collected (see `watch`).
@@ -89,16 +89,16 @@ class Loader:
         return other
 
     def read_from(self, batch_of: Callable[[BatchKey], Batch]) -> None:
-        """From now on, get each batch from a function of its key, which returns transformed images on the device."""
+        """Read all further batches with `batch_of`, which maps a key to a batch of transformed images on the device."""
         self._from_memory = batch_of
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         if self.pool is not None:
             self.pool.close()
 
     def watch(self, *, is_on: bool = True) -> None:
-        """Start or stop collecting the digests of files that are read; images in memory have none."""
+        """Start or stop collecting the digests of files that are read; images in memory have no digests."""
         is_on = is_on and not self.dataset.source.in_memory
         self.digests = np.full(len(self.dataset), UNKNOWN, dtype=np.int64) if is_on else None
 
@@ -159,7 +159,7 @@ def automatic_workers(dataset: ImageDataset, batches: int, world: World) -> int:
 
     Args:
         dataset: The data set to read.
-        batches: Number of batches that the rank reads in a row.
+        batches: Number of batches that the rank reads one after another.
         world: The ranks.
     """
     if dataset.source.in_memory or world.device.type == "cpu":

@@ -94,7 +94,7 @@ def _image_columns(schema: Any, label_column: str) -> list[str]:
 
 
 def _chosen(schema: Any, columns: tuple[str, str]) -> str:
-    """Return the requested image column, or else the only image column; '' if there is none, or several."""
+    """Return the requested image column or, by default, the only image column; '' if there is not exactly one."""
     found = _image_columns(schema, columns[1])
     return find_column(found, columns[0]) or (found[0] if len(found) == 1 else "")
 
@@ -129,7 +129,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
         file: The file.
 
     Raises:
-        UserError: If the file is unreadable or lacks the columns, or a label or another cell is invalid.
+        UserError: If the file is unreadable, a column is missing, or a label or any other cell is invalid.
     """
     opened = _opened(file)
     from pyarrow import compute
@@ -223,7 +223,7 @@ def _of_hub(options: DataOptions) -> Images:
     """Return the images of a data set on the Hub, or of one of its splits.
 
     Raises:
-        UserError: If the data set is neither cached nor downloaded, or the split does not exist.
+        UserError: If the data set is not cached and cannot or must not be downloaded, or the split does not exist.
     """
     from huggingface_hub import constants, snapshot_download
 

@@ -30,12 +30,12 @@ Tops = list[tuple[str, str]]  # name and folder of each part; the folder contain
 
 
 class _Folder(NamedTuple):
-    """A folder directly below the data folder.
+    """A folder directly under the data folder.
 
     Attributes:
         name: Name of the folder.
         kind: `TRAIN`, `VAL` or `TEST` if the name denotes a part, otherwise ''.
-        path: Path of the folder, or of its only subfolder if that has the name of the same part.
+        path: Path of the folder, or of its only subfolder if the subfolder's name denotes the same part.
         subfolders: Names of the folders in `path`.
     """
 
@@ -50,9 +50,9 @@ def find_parts(listing: FolderListing, val_part: str = "") -> tuple[Tops, list[s
 
     Args:
         listing: Listing of the folder.
-        val_part: The folder to validate on; training then uses the folder named as the training part or, without one,
-            all other folders except the test part. With '', parts are recognized by name; with "none", all folders are
-            classes.
+        val_part: The folder to validate on; training then uses the folder named as the training part or, if there is
+            no such folder, all other folders except the test part. With '', parts are recognized by name; with "none",
+            all folders are classes.
 
     Raises:
         UserError: If folders look like parts but are ambiguous, or there is no folder `val_part`.
@@ -120,7 +120,7 @@ def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, s
 
 
 def _kinds(names: Sequence[str]) -> dict[str, str]:
-    """Return each name's kind; names with extra words are parts only if training and another part share the words."""
+    """Return each name's kind; with extra words, only if the training part and another part share them."""
     found = {name: part_kind(name) for name in names}
     groups: dict[str, set[str]] = defaultdict(set)
     for kind, rest in found.values():

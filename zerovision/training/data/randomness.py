@@ -24,7 +24,7 @@ def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int, first:
     """Return `count` independent draws for each sample of an epoch: float64 [B, count], uniform in [0, 1).
 
     The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", OOPSLA 2014), applied in turn to seed, epoch, index and the number of the draw. It uses integer
+    generators", OOPSLA 2014), applied in turn to the seed, epoch, index and draw number. It uses integer
     arithmetic and one exact division, so the bits are the same on every machine.
 
     Args:

@@ -30,7 +30,7 @@ class Batch:
         indices: int64 [B], positions in the data set.
         bad_images: Reason for each unreadable image, by path; other images fill the slots of unreadable images.
         notes: Note on each unusual image, by path; see `reading.files.named`.
-        epoch: Epoch, which determines the rest of the augmentation.
+        epoch: Epoch, which determines the part of the augmentation that is applied to whole batches.
         draw_keys: int64 [B], keys that seed the augmentation together with `epoch`; see `BatchKey`.
         leaf: See `BatchKey`.
         targets: float32 [B, classes], or None if `labels` are the targets; see `batch_transforms` and `LabelSets`.
@@ -74,7 +74,7 @@ def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | File
         with preserved_generators() if dataset.augmentation.draws_globally else nullcontext():
             return _read(dataset.for_epoch(key.epoch), key)
     except UserError as error:
-        return UserError(str(error))  # subclasses with other arguments cannot be sent between processes
+        return UserError(str(error))  # subclasses with different arguments cannot be sent between processes
     except FileServerError as error:
         return error
 

@@ -62,7 +62,7 @@ class BatchPlan:
         accumulation_steps: Number of micro-batches A per rank in one optimizer step.
         world_size: Number of ranks R.
         seed: Seed that determines the order.
-        labels: int64 [N] for epochs with equally many samples of each class; None for epochs with each sample once.
+        labels: int64 [N] for epochs with equally many samples of each class; None for epochs with every sample once.
         repeats: Number of consecutive copies of each sample in an epoch.
         groups: Number of equal groups of ranks, each of which averages over its own samples.
         places: int64 [N, 2], positions in shards, which determine the order (see `Images.shards`); None for a random
@@ -219,10 +219,10 @@ class EvaluationPlan:
 def build_plan(
     config: DataSettings, source: Source, world_size: int, views: int = 1, groups: int = 1, in_turn: int = 1
 ) -> BatchPlan:
-    """Build a run's plan for a training set, with at least `views` copies of each sample in a row; see `BatchPlan`.
+    """Build a run's plan for a training set, with at least `views` consecutive copies of each sample; see `BatchPlan`.
 
     Raises:
-        UserError: If `--order shards` is given for a set that is not in several shards.
+        UserError: If `--order shards` is used for a set that does not consist of several shards.
     """
     labels, places = source.labels, None
     if config.order == "shards":
@@ -253,10 +253,10 @@ def _order(plan: BatchPlan, epoch: int) -> np.ndarray:
     """Return the `BatchKey.draw_keys` of an epoch's samples in order: int64 [N], read-only.
 
     Repeated augmentation (Berman et al. 2019, https://arxiv.org/abs/1902.05509, section 3.2; timm's
-    `RepeatAugSampler`): each of the first N / `repeats` samples (rounded up) of the order is repeated in a row.
+    `RepeatAugSampler`): each of the first N / `repeats` samples (rounded up) occurs `repeats` times in succession.
     """
-    # NumPy guarantees the raw bits of a bit generator, but not the order of its shuffle: sorting raw bits keeps a run
-    # resumable under another NumPy. Equal keys (1 in 10^7 at a million) stay in order.
+    # NumPy guarantees the random bits of a bit generator, but not the order of its shuffle. Sorting by random bits
+    # keeps a run resumable with a different version of NumPy. Equal keys (1 in 10^7 at a million) stay in order.
     bits = np.random.Philox(key=np.array([plan.seed, epoch], dtype=np.uint64))
     draws, repeats = bits.random_raw(plan.num_samples), plan.repeats
     keys = np.argsort(draws, kind="stable") if plan.places is None else _by_shards(plan, draws, bits)
@@ -273,8 +273,8 @@ def _order(plan: BatchPlan, epoch: int) -> np.ndarray:
 def _balanced(permutation: np.ndarray, labels: np.ndarray, bits: np.ndarray, epoch: int) -> np.ndarray:
     """Return M keys, with equally many samples of each class to within one, shuffled by `bits` (uint64 [M]).
 
-    Each class takes its samples in the order of the permutation until it has its share: samples of a large class occur
-    only in some epochs, and samples of a small class are repeated as evenly as possible.
+    Each class takes its samples in the order of the permutation until it has its share, so samples of a large class
+    occur only in some epochs, and samples of a small class are repeated as evenly as possible.
     """
     classes, counts = np.unique(labels, return_counts=True)
     by_class = permutation[np.argsort(labels[permutation], kind="stable")]
@@ -295,12 +295,12 @@ def _by_shards(plan: BatchPlan, draws: np.ndarray, bits: np.random.Philox) -> np
 
     Args:
         plan: The plan, with `places` and `window`.
-        draws: Raw bits of each sample, uint64 [N].
-        bits: Source of the raw bits of the shards.
+        draws: Random bits of each sample, uint64 [N].
+        bits: Generator of the shards' random bits.
     """
     samples, counts = plan.in_shards
     shards = np.argsort(bits.random_raw(len(counts)), kind="stable")
     firsts, counts = (np.cumsum(counts) - counts)[shards], counts[shards]
     shuffled = samples[np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(len(samples))]
     moved = (np.arange(len(samples)) + (draws % min(plan.window, len(samples))).astype(np.int64)) % len(samples)
-    return shuffled[np.argsort(moved << 20 | (draws >> 44).astype(np.int64), kind="stable")]  # ties at random
+    return shuffled[np.argsort(moved << 20 | (draws >> 44).astype(np.int64), kind="stable")]  # breaks ties at random

@@ -1,4 +1,4 @@
-"""Reads `LIST.csv` or `.tsv`, a table of image files with columns path and label, and optional other columns."""
+"""Reads `LIST.csv` or `.tsv`, a table of image files with a path column, a label column and optional other columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zerovision.training.data.reading.files import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.settings import DATA_ROOT, SEVERAL_LABELS
 
-PATH_COLUMNS = ("path", "image")  # the second is written by `predict`
+PATH_COLUMNS = ("path", "image")  # `predict` writes the second
 SEPARATORS = (",", ";", "\t", "|")
 MAX_BYTES = 4 * 10**9
 
@@ -36,7 +36,7 @@ def listing(options: DataOptions) -> Images:
     """Return the images of a table.
 
     Raises:
-        UserError: If the table is unreadable, lacks a column, or has an invalid cell, or a file is missing.
+        UserError: If the table is unreadable, or a column or file is missing, or a cell is invalid.
     """
     header, rows = csv_rows(Path(os.path.expanduser(options.data)), options)
     return listing_of(header, rows, options)
@@ -50,7 +50,7 @@ def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions)
 
 
 def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options: DataOptions) -> Images:
-    """Return the images listed in a table, whose files may be missing; for errors, see `listing`."""
+    """Return the images that a table lists, even if files are missing; for other errors, see `listing`."""
     columns, builder, left_out = _TableColumns(header, options), ImagesBuilder(), 0
     for line, row in rows:
         try:
@@ -92,7 +92,7 @@ class _TableColumns(FactColumns):
         super().__init__(header, [self.path, *self._labels])
 
     def label(self, row: Mapping[str, Any]) -> Any:
-        """Return the label in a row, or None; with several labels per image, the cell's content or the name of the set.
+        """Return the label in a row, or None; with several labels per image, the cell's contents or the set's name.
 
         Raises:
             ValueError: If the label is empty or invalid.

@@ -1,7 +1,7 @@
 """Tar files in WebDataset's layout: `000123.jpg` next to `000123.cls` or `000123.json`, in `train-000000.tar`, ...
 
-Images are read in place, by the offset in the index: nothing is ever extracted, and no name in a tar file is used as a
-path. The key of a sample is the name of its files up to the first dot, and its files follow each other; see
+Images are read in place, at the offset in the index: nothing is ever extracted, and no name in a tar file is used as a
+path. The key of a sample is the name of its files up to the first dot, and its files are adjacent; see
 https://github.com/webdataset/webdataset. A sample has one image and one label.
 """
 
@@ -110,7 +110,7 @@ class _Scan:
         self._columns: dict[tuple[str, ...], FactColumns] = {}  # by the keys of a JSON
 
     def index(self) -> Index:
-        """Return the index of the file; raise UserError for a sample that is not one image and one label."""
+        """Return the index of the file; raise UserError for a sample without exactly one image and one label."""
         builder, keys, left_out = ImagesBuilder(), set[str](), 0
         dotted, example = 0, ""
         for key, group in itertools.groupby(_members(self._file, self._tar), key=lambda member: _key_of(member.name)):

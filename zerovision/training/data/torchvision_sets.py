@@ -23,7 +23,7 @@ from zerovision.training.data.reading.sources import ArraySource
 
 @dataclass(frozen=True)
 class TorchvisionEntry:
-    """How a data set of torchvision names its parts.
+    """How a torchvision data set names its parts.
 
     Attributes:
         train: Value of `split` for the training part; "" if the argument `train` selects the part instead.
@@ -95,7 +95,7 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
             ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / ".download.lock"):  # one rank of a machine downloads, the others wait
+        with FileLock(root / ".download.lock"):  # one rank per machine downloads while the others wait
             return make(download=True)
     except Exception as error:  # a network error, or as above
         reason = " ".join(str(error).split())

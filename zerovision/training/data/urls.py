@@ -1,4 +1,4 @@
-"""Data at URLs: tar and Parquet files, with indexes next to them, and tables of images below the table's folder."""
+"""Data at URLs: tar and Parquet files, with indexes next to them, and tables of images under the table's folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zerovision.training.data.reading.remote_files import CONNECTIONS, Copies, R
 from zerovision.training.data.tar_shards import TarArchive
 from zerovision.training.data.tar_shards import kind_of as kind_of_tar
 
-COPIES = "remote"  # below --data-root
+COPIES = "remote"  # under --data-root
 
 
 def listing(options: DataOptions) -> Images:
@@ -98,10 +98,10 @@ def _note(copies: Copies, options: DataOptions) -> str:
 
 
 def _index(kind: Kind, kept_in: Path, copies: Copies, number: int) -> Index:
-    """Return an archive's index: the local copy, the index next to the archive, or a new one from the whole file.
+    """Return an archive's index: the local copy, the index next to the archive, or a new index of the whole file.
 
-    If the server sends nothing that changes with the content, such as an ETag, the archive is fetched at each start,
-    because only its content shows whether an index is up to date.
+    If the server sends nothing that changes with the contents, such as an ETag, the archive is fetched at each start,
+    because only its contents show whether an index is up to date.
     """
     file, state = copies.files[number], copies.states[number]
     kept = kept_index_of(file, kept_in)
@@ -141,7 +141,7 @@ def _reading(copies: Copies, number: int) -> Iterator[Path]:
 
 
 def _with_states(root: RemotePath, lines: Images, options: DataOptions) -> Images:
-    """Return a table's images with the sizes of their files, which must be below the table's folder."""
+    """Return a table's images with the sizes of their files, which must be under the table's folder."""
     is_quoted = str(root).startswith("http")
     paths = [os.path.normpath(clean(path).removeprefix(f"{root}/")) for path in lines.paths()]
     if outside := [path for path in paths if path.startswith(("/", ".."))]:

@@ -1,11 +1,11 @@
 """The worker processes of a rank, which read the batches of all parts of the data.
 
 Workers are started with `forkserver`, because a plain fork copies the locks of the threads that gloo, NCCL and CUDA run
-in the parent, and can hang forever. The fork server imports torch once, so that each worker starts quickly. Workers
-block SIGINT and SIGTERM, which a launcher sends to every process, because the trainer still needs their data to finish
-the step and save. Workers exit when the process that started them dies. Unlike the processes of Python's
-multiprocessing, they do not import the main module: they need nothing from it, and without `if __name__ == "__main__"`,
-a script would start training in each of them.
+in the parent, and the child can then hang forever. The fork server imports torch once, so that each worker starts
+quickly. Workers block SIGINT and SIGTERM, which a launcher sends to every process, because the trainer still needs the
+workers' data to finish the step and save. Workers exit when the process that started them dies. Unlike the processes of
+Python's multiprocessing, workers do not import the main module: they need nothing from it, and a script without
+`if __name__ == "__main__"` would start training in each worker.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _WorkerContext(ForkServerContext):
         return self._queues[-1]
 
     def wait_for_queues(self) -> None:
-        """Wait until the sending threads of closed queues have ended, then forget the queues.
+        """Wait until the sending threads of closed queues have ended, and then discard the queues.
 
         DataLoader does not wait for these threads. A process that exits while they run would leak their semaphores, and
         Python's resource tracker would print a warning.
@@ -161,7 +161,7 @@ def _end_after_parent() -> None:
 
 
 class _Keys:
-    """The sampler of a DataLoader that outlives the epoch; yields the data set's number and the key of each batch."""
+    """The sampler of a DataLoader that outlives the epoch; yields the data set's index and the key of each batch."""
 
     current: Iterable[tuple[int, BatchKey]] = ()
 
@@ -219,7 +219,7 @@ class WorkerPool:
                 raise RuntimeError("these workers read other batches now")
 
     def close(self) -> None:
-        """End the worker processes."""
-        # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
+        """Stop the worker processes."""
+        # DataLoader has no public way to stop persistent workers: they exit when their iterator is deleted
         self._workers = None
         self._context.wait_for_queues()

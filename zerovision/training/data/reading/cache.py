@@ -118,7 +118,7 @@ class ImageCache:
         self.__dict__.update(state)
         try:
             self._open()
-        except OSError:  # the folder was removed: a worker that starts now has no cache
+        except OSError:  # the folder was removed, so a worker that starts now has no cache
             self._index = self._pixels = -1
             self.is_full = True
 
@@ -143,7 +143,7 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
     root, bound = _location(options)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Also checks a link itself. Once the folder is ours, nobody else can replace it: /dev/shm is sticky.
+        # Check the owners of a link and of its target. Nobody else can replace our folder: /dev/shm is sticky.
         if {root.lstat().st_uid, root.stat().st_uid} != {os.getuid()}:
             raise PermissionError(errno.EPERM, "belongs to another user")
         room = max(0, bound - sum(_size(path.parent) for path in root.glob(f"*/{INDEX}") if path.parent.name != key))
@@ -162,7 +162,7 @@ def _location(options: DataOptions) -> tuple[Path, int]:
     bound = int(options.cache_gb * 1e9)
     if options.cache == "disk":
         return options.root / "images", bound or DISK_BYTES
-    # others may write to /dev/shm, so our files are in a folder of our own
+    # other users may write to /dev/shm, so our files are in a folder of our own
     return SHARED_MEMORY / f"zerovision-{os.getuid()}", bound or int(RAM_SHARE * usable_memory())
 
 

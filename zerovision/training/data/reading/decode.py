@@ -34,7 +34,7 @@ from zerovision.training.data.reading.files import Refused, pillow_formats, unkn
 from zerovision.training.data.reading.native import crop_jpeg
 from zerovision.training.data.settings import MAX_MEGAPIXELS
 
-# `decode` or `image_numbers.decode_numbers` with options set; takes a file's content, a `BoxChooser`, and a list for
+# `decode` or `image_numbers.decode_numbers` with options set; takes a file's contents, a `BoxChooser`, and a list for
 # notes.
 Decoder = Callable[..., np.ndarray]
 Decoded = TypeVar("Decoded")
@@ -84,7 +84,7 @@ def decode(
     """Return an image, or the part that `choose` selects: uint8 [h, w, C], always the same pixels for the same file.
 
     Args:
-        data: Content of the file.
+        data: Contents of the file.
         choose: Selects a part of the image; for a JPEG, only this part is decoded if that is safe.
         notes: List to which notes on an unusual but usable image are added.
         shrink_to: Image size for which to shrink the image, if possible; 0 to decode every pixel.
@@ -96,7 +96,7 @@ def decode(
     """
     pixels = None
     if shrink_to:
-        with suppress(ValueError):  # not a JPEG, or an unusual one: Pillow decides
+        with suppress(ValueError):  # if it is no JPEG, or an unusual one, Pillow decodes it
             pixels = _decode_jpeg(data, choose, [] if notes is None else notes, shrink_to, max_pixels)
     if pixels is None:
         image = load(data, max_pixels, partial(to_channels, channels=channels), notes)
@@ -107,7 +107,10 @@ def decode(
 def _decode_jpeg(
     data: bytes, choose: BoxChooser | None, notes: list[str], shrink_to: int, max_pixels: int
 ) -> np.ndarray | None:
-    """Decode a gray or three-color JPEG with libjpeg-turbo to uint8 [h, w, 3]; on failure, None or ValueError."""
+    """Decode a gray or three-color JPEG with libjpeg-turbo to uint8 [h, w, 3].
+
+    If this fails, return None or raise ValueError.
+    """
     full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK") or full_height * full_width > max_pixels:
         return None
@@ -142,7 +145,7 @@ def _orientation(data: bytes, max_pixels: int) -> int:
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return height and width of an image in pixels, from the file's header.
+    """Return the height and width of an image in pixels, from the file's header.
 
     Raises:
         Refused: If the header cannot be read.
@@ -178,9 +181,9 @@ def reduced(image: Image.Image, image_size: int = 0) -> np.ndarray:
 
 @contextmanager
 def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """Open an image in one of the `pillow_formats` from the file's content, without decoding it.
+    """Open an image in one of the `pillow_formats` from the file's contents, without decoding it.
 
-    Images of up to `max_pixels` are not treated as decompression bombs. Any exception in the block is raised as
+    Images of up to `max_pixels` are not treated as decompression bombs. Any exception in the block is converted to
     Refused.
     """
     if Image.MAX_IMAGE_PIXELS is not None:
@@ -188,7 +191,7 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     try:
         with Image.open(io.BytesIO(without_metadata(data)), formats=pillow_formats()) as image:
             yield image
-    except Exception as error:  # Pillow's decoders raise nearly every type on damaged files
+    except Exception as error:  # damaged files make Pillow raise nearly any exception
         raise Refused(_reason(error, data, max_pixels)) from None
 
 
@@ -279,7 +282,7 @@ def _deep_grey(image: Image.Image) -> Image.Image:
     """
     values, white = np.asarray(image), white_of(image)
     low, high = values.min(), values.max()
-    if not (low >= 0 and high <= white):  # also for NaN
+    if not (low >= 0 and high <= white):  # also true for NaN
         raise Refused(f"pixels from {low:g} to {high:g}; only 0 to {white} has a known scale")
     is_inverted = _tag(image, _PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
     grey = Image.fromarray(np.rint((white - values if is_inverted else values) * (255 / white)).astype(np.uint8))

@@ -1,7 +1,7 @@
-"""Image files: the supported formats, their bytes, and why a file cannot be used.
+"""Image files: the supported formats, reading bytes, and the reasons why a file cannot be used.
 
-Pillow rejects PNG files with large or damaged texts or color profiles. Pixels do not need these chunks, so they are
-removed before decoding. `read_file` is the only place where the bytes of image files are read.
+Pillow rejects PNG files with large or damaged text chunks or color profiles. These chunks do not affect the pixels, so
+they are removed before decoding. Only `read_file` reads the bytes of image files.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ _PNG_ORIENTATION = b"eXIf"
 
 @cache
 def pillow_formats() -> tuple[str, ...]:
-    """Return Pillow's names for the allowed formats; some other decoders, such as EPS, start external programs."""
+    """Return Pillow's names for the allowed formats, which exclude those that start external programs, such as EPS."""
     if "HEIF" in (names := tuple(each.pillow_name for each in _FOUND)):
         import_module(_HEIF_READER).register_heif_opener()
     return ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", *names)
 
 
 def is_array(content: bytes) -> bool:
-    """Return whether a file's content is a NumPy file with one array."""
+    """Return whether these are the contents of a NumPy file with one array."""
     return content.startswith(_ARRAY_SIGNATURE)
 
 
@@ -90,7 +90,7 @@ def unknown_format(content: bytes) -> str:
 def without_metadata(content: bytes) -> bytes:
     """Return a PNG file without the chunks that its pixels and orientation do not need.
 
-    If there are no such chunks, or the file is in another format, `content` itself is returned. The PNG specification
+    If there are no such chunks, or the file is not a PNG file, `content` itself is returned. The PNG specification
     (third edition), 5.3, defines a chunk as length, type, data and checksum.
     """
     if not content.startswith(_PNG_SIGNATURE):
@@ -108,7 +108,7 @@ def without_metadata(content: bytes) -> bytes:
     return b"".join([_PNG_SIGNATURE, *kept, content[start:]]) if kept else content
 
 
-MAX_FILE_BYTES = 1_500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
+MAX_FILE_BYTES = 1_500_000_000  # more than MAX_PIXELS uncompressed pixels with 4 channels of 16 bits
 MAX_NOTE = 300  # characters
 
 
@@ -129,7 +129,7 @@ class ImageError(UserError):
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a regular file, without waiting for a FIFO or reading a device.
+    """Return the contents of a regular file, without waiting for a FIFO or reading a device.
 
     Raises:
         ImageError: If the file is missing, not a regular file, or larger than `max_bytes`.
@@ -155,7 +155,7 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         if status.st_size > max_bytes:
             raise ImageError(path, f"{status.st_size / 1e6:.0f} MB, more than the {max_bytes / 1e6:g} MB allowed")
         data = file.read(status.st_size + 1)
-    if len(data) > status.st_size:  # such as files below /proc, whose size is given as 0
+    if len(data) > status.st_size:  # such as files under /proc, whose reported size is 0
         raise ImageError(path, f"contains more than {status.st_size} bytes, the size that the file system reports")
     return data
 
@@ -166,7 +166,7 @@ def named(path: str | os.PathLike[str], found: dict[str, str] | None = None) -> 
 
     Args:
         path: Path of the image.
-        found: Dictionary to which the notes are added, by path, in one line.
+        found: Dictionary from paths to one-line notes, to which the notes are added.
     """
     notes: list[str] = []
     try:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FLOATS = "float32"
 SMALLEST_STD = 1e-6  # for a constant channel; no smaller value is allowed in weights files
-SMALLEST_BYTE_STD = 1e-4  # the same for bytes: the last decimal of the mean
+SMALLEST_BYTE_STD = 1e-4  # for a constant channel of bytes: the last decimal of the mean
 VALUES_AT_A_TIME = 2**22
 SMALLEST_RANGE = 1e-12  # for a constant image
 
@@ -58,7 +58,7 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
     if kind == FLOATS:
         numbers = numbers.astype(np.float32)
         low, high = numbers.min(initial=0), numbers.max(initial=0)
-        if not (low >= 0 and high <= 1):  # also for NaN
+        if not (low >= 0 and high <= 1):  # also true for NaN
             raise UserError(
                 f"{name} has floats from {low:g} to {high:g}, whose scale is unknown: give (x - LOW) / (HIGH - LOW) "
                 "with fixed LOW and HIGH, so that all values, including those of later images, are from 0 to 1."
@@ -100,7 +100,7 @@ def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     return means, stds
 
 
-IMAGES_LOOKED_AT = 64  # of a set
+IMAGES_LOOKED_AT = 64  # number sampled from a set
 LITTLE_OF_RANGE = 1 / 8  # 12-bit numbers in 16 bits use less than this
 _PNG_BITS = 24  # position of the bit depth in a PNG
 
@@ -109,7 +109,7 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
     """Return an image for `evaluation_transform`: uint8 or float32 [C, H, W], scaled as in `to_values`.
 
     Args:
-        content: Content of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
+        content: Contents of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
         wanted: The required type of the numbers; see `to_values`.
         channels: Number of channels C; if it is 3, gray images are read as three equal channels.
         max_pixels: Largest number of pixels in an image file; see `decode`.
@@ -149,7 +149,7 @@ def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
     source.expect(chosen)
     ranges = []
     for index in chosen:
-        with suppress(ImageError):  # the loader reports it
+        with suppress(ImageError):  # the loader reports this error
             ranges.append(_whole_range(source.images.content(index), max_pixels))
     found = [each for each in ranges if each is not None]
     high, white = max(found, key=lambda each: each[0] / each[1], default=(0, 1))
@@ -192,7 +192,7 @@ def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
 
 
 def _bits_of(image: Image.Image, content: bytes) -> int:
-    """Return the bits per channel of a PNG or TIFF file, 8 for other files."""
+    """Return the bits per channel of a PNG or TIFF file, or 8 for other files."""
     if isinstance(image, TiffImageFile):
         return max(image.tag_v2.get(BITS_PER_SAMPLE, (8,)))
     return content[_PNG_BITS] if image.format == "PNG" else 8
@@ -201,7 +201,7 @@ def _bits_of(image: Image.Image, content: bytes) -> int:
 def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
     """Return the largest value in an integer image with more than 8 bits, and the value that becomes white.
 
-    Pillow reads only the upper 8 bits of colors. Return None for any other image, or if the image cannot be read.
+    Return None for all other images, and for unreadable images. Pillow reads only the upper 8 bits of colors.
     """
 
     def largest(image: Image.Image) -> tuple[int, int]:
@@ -218,7 +218,7 @@ def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
 def _read_array(content: bytes) -> np.ndarray:
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False)
-    except Exception as error:  # a damaged file may raise anything, for example if its header has a huge size
+    except Exception as error:  # a damaged file may raise any exception, for example if its header has a huge size
         raise Refused(f"not a readable .npy file ({one_line(error)})") from None
     return array
 

@@ -35,7 +35,7 @@ class ModelInput:
 
         Args:
             path: Path of the file.
-            content: Content of the file, if already read.
+            content: Contents of the file; None to read the file.
             found: Dictionary to which notes are added by path; see `named`.
 
         Raises:
@@ -64,7 +64,7 @@ class ModelInput:
 
 
 def _undecoded(image: Image.Image) -> bytes | None:
-    """Return the content of an image's file if Pillow has read only its header, otherwise None."""
+    """Return the contents of an image's file if Pillow has read only the header, otherwise None."""
     stream = getattr(image, "fp", None)
     if stream is None or not getattr(image, "tile", None) or image.tell():  # decoded, or not the first frame
         return None

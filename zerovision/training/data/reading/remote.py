@@ -1,7 +1,7 @@
 """Reads files from URLs with fsspec, with a time limit and retries.
 
 The packages that fsspec uses find credentials on their own: in `~/.aws`, in `~/.netrc`, or from `hf auth login`. A URL
-that contains credentials is an error, because logs and the run's folder contain the URL. Messages never contain a
+that contains credentials is an error, because logs and the run's folder would contain it. Messages never contain a
 redirect's target.
 """
 
@@ -20,14 +20,14 @@ from zerovision.training.data.reading.retry import patiently
 
 PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 REQUEST_SECONDS = 30.0
-# Fields that change with the content, by the names that servers and fsspec's packages use.
+# Fields that change with a file's contents, as named by servers and fsspec's packages.
 MARKS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "md5Hash", "generation", "blob_id", "lfs")
 UNMARKED = 0
 MARK_NS = 10**9  # a mark is a time in whole seconds before 2038, which every file system can store
-_MAY_PASS = (408, 429)  # among HTTP status codes below 500
+_MAY_PASS = (408, 429)  # HTTP status codes below 500 that may be temporary
 _SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#][^\s'\"]+")
 
-State = tuple[int, int]  # size in bytes, and a mark that changes with the content: the modification time if local
+State = tuple[int, int]  # size in bytes, and a mark that changes with the contents (local files: the time)
 
 
 class RemotePath(PurePosixPath):
@@ -79,7 +79,7 @@ def _ask_once(file: PurePath, method: str, **options: Any) -> Any:
         from fsspec.asyn import sync
 
         return sync(system.loop, getattr(system, f"_{method}"), str(file), timeout=REQUEST_SECONDS, **options)
-    except Exception as error:  # each package has its own
+    except Exception as error:  # each package raises its own exceptions
         raise _as_os_error(error) from None
 
 
@@ -93,7 +93,7 @@ def ask(file: PurePath, method: str, **options: Any) -> Any:
 
 
 def _as_os_error(error: BaseException) -> OSError:
-    """Return an OSError whose errno shows whether the error may be temporary, with a reason without secrets."""
+    """Return an OSError whose errno shows whether the error may be temporary, and whose reason contains no secrets."""
     if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec raises it for any HTTP error
         error = error.__cause__
     holders = (error, getattr(error, "response", None))

@@ -1,4 +1,4 @@
-"""Downloads whole files from URLs into a local folder, and removes the least recently used files when it is full."""
+"""Downloads whole files from URLs into a local folder; if it is full, the least recently used files are removed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zerovision.training.data.reading.retry import patiently
 
 BLOCK_BYTES = 2**22  # per request
 CONNECTIONS = 16  # per process
-COUNTER, COUNTER_BYTES = ".added", 8  # of bytes since the last search for files to remove
+COUNTER, COUNTER_BYTES = ".added", 8  # counts the bytes added since the last search for files to remove
 NAME_DIGITS = 32  # of a copy's name
 KEPT_SHARE = 0.9  # of the limit, after a full folder is cleaned up
 DAMAGED = "its bytes differ from those that its index describes"
@@ -48,8 +48,8 @@ class Copies:
 
     Args:
         folder: Folder of the copies.
-        max_bytes: Largest size of the folder in bytes, not counting current downloads; all processes together may
-            exceed it by a fiftieth.
+        max_bytes: Largest size of the folder in bytes, not counting downloads in progress; all processes together may
+            exceed this size by a fiftieth.
         files: The files.
         states: State of each file; see `state_of`.
 
@@ -133,7 +133,7 @@ class Copies:
             raise OSError(errno.EIO, DAMAGED)
 
     def _count(self, added: int, newest: Path) -> None:
-        """Add to the byte count of all processes; after each fiftieth of the limit, look for files to remove."""
+        """Add to all processes' byte count; each time a fiftieth of the limit is added, look for files to remove."""
         counter = os.open(self.folder / COUNTER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(counter, fcntl.LOCK_EX)

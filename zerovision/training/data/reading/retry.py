@@ -1,7 +1,7 @@
 """Retries operations that fail temporarily, on a file server or on a machine short of resources.
 
-A temporary error says nothing about the file, so the image is never marked as unreadable, which would exclude it from
-training.
+A temporary error does not mean that the file is bad, so the image is never marked as unreadable, which would exclude
+the image from training.
 """
 
 from __future__ import annotations

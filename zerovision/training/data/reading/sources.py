@@ -24,7 +24,7 @@ from zerovision.training.data.reading.files import ImageError, Refused, named
 from zerovision.training.data.reading.image_numbers import BYTES, decode_numbers, kind_of_numbers
 from zerovision.training.data.settings import NUMBERS
 
-CACHE_FORMAT = 4  # increased when decoding a file yields other pixels, or the format of the cache's files changes
+CACHE_FORMAT = 4  # increased when decoding yields different pixels, or the format of the cache's files changes
 HEADERS_READ = 64
 IMAGES_CONVERTED = 1000  # per step
 UNKNOWN = 0  # digest of a file that was not read
@@ -80,7 +80,7 @@ class ArraySource(Source):
         self.channels = channels or (3 if images.shape[1] == 1 else images.shape[1])
 
     def in_channels(self, channels: int) -> ArraySource:
-        """Return the source with another number of channels; the source itself if `channels` is 0 or unchanged.
+        """Return the source with `channels` channels, or the source itself if the number is 0 or unchanged.
 
         Raises:
             UserError: If the images cannot be converted; only gray and RGB can be converted into each other.
@@ -213,7 +213,7 @@ def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
 
 
 def _sides(images: Images, max_pixels: int) -> list[tuple[int, int]]:
-    """Return the heights and widths of evenly spaced images, except for unreadable ones."""
+    """Return the heights and widths of evenly spaced images, excluding unreadable images."""
     rows, sides = np.linspace(0, len(images) - 1, min(len(images), HEADERS_READ)).astype(int).tolist(), []
     images.expect(rows)
     for row in rows:

@@ -20,7 +20,7 @@ def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
     """Decode a part of a JPEG with gray or YCbCr pixels.
 
     Args:
-        data: Content of the file.
+        data: Contents of the file.
         scale_numerator: Scale of the image in eighths: 1, 2, 4 or 8.
         box: The part, in pixels of the scaled image.
 
