@@ -20,8 +20,8 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
     """Keep only the inputs of the network's repeated blocks, and recompute their activations in backward.
 
     Blocks are the children of the network's top-level containers (timm's blocks, stages, layers). In a flat stack of
-    layers (VGG), a block ends at each pooling layer; each member of an ensemble has its own blocks. Loss, gradients and
-    BatchNorm statistics do not change, nor do names and shapes in the state dict.
+    layers (VGG), a block ends at each pooling layer; each member of an ensemble has its own blocks. The loss, gradients
+    and BatchNorm statistics do not change, nor do names and shapes in the state dict.
 
     Args:
         module: the network; changed in place.
@@ -87,7 +87,7 @@ def _run_stages(stages: Sequence[nn.Module], features: torch.Tensor) -> torch.Te
 
 
 def _recomputed(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's `forward`, and keep its inputs instead of its activations for backward."""
+    """Run a module's `forward`, and keep the module's inputs instead of its activations for backward."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Buckets: flat buffers of parameters, which backward completes one after another.
+"""Buckets: flat buffers of parameters, whose gradients backward completes one bucket after another.
 
 The assignment of parameters to buckets does not depend on the ranks. Each rank updates an equal part of a bucket: an
 arbitrary piece, or, for optimizer rules that need whole parameters, the parameters that are assigned to the rank. If a
@@ -29,8 +29,8 @@ from zerovision.training.engines.summation_tree import BLOCK, StepTree
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.world import World
 
-# A bucket with this many elements is full: 1 MB, which fits a core's cache, or 16 MB, so that NCCL reaches its full
-# rate and a GPU runs few kernels.
+# A bucket with this many elements is full: 1 MB, which fits into a core's cache, or 16 MB on a GPU, so that NCCL
+# reaches its full rate and few kernels are launched.
 FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
 
 
@@ -84,7 +84,7 @@ def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_product
     Args:
         parameters: parameters by name.
         ranks: number of ranks that share the parameters.
-        by_products: whether the cost of a parameter is that of multiplying it by its transpose.
+        by_products: whether the cost of a parameter is the cost of multiplying it by its transpose.
     """
     cost = _products if by_products else torch.Tensor.numel
     costs = {name: cost(parameter) for name, parameter in parameters.items()}
@@ -111,7 +111,7 @@ class Bucket:
         layout: the parameters' layout.
         world: the ranks.
         tree: summation tree of the step.
-        sum_of_part: zeros [n / ranks], memory for the sum of this rank's part of the gradients.
+        sum_of_part: zeros [n / ranks], the memory for the sum of this rank's part of the gradients.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Bucket:
     def add_leaf(self) -> None:
         """Move the parameters' gradients into the sum over this rank's leaves.
 
-        The gradients are then None, so that autograd assigns its own tensors. It would add to existing gradients with
-        one kernel per parameter.
+        Afterwards, the gradients are None, so that autograd assigns its own tensors. Otherwise, autograd would run one
+        kernel per parameter to add to existing gradients.
         """
         parameters = self.parameters.values()
         self.buffers.sums.add(self._places, [parameter.grad for parameter in parameters])
@@ -203,7 +203,7 @@ class BackwardOrder:
         """Prepare for the backward pass of a leaf.
 
         Args:
-            sums_over_ranks: whether this is the rank's last leaf of the step, so that completed buckets start to sum.
+            sums_over_ranks: whether this is the rank's last leaf of the step, so that sums over the ranks start.
         """
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._completed, self._sums_over_ranks = 0, sums_over_ranks

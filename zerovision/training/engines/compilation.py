@@ -20,8 +20,8 @@ from zerovision.training.engines.settings import EngineSettings
 from zerovision.training.world.collectives import barrier, error_on_any_rank
 from zerovision.training.world.world import World
 
-# `auto` compiles the models that were measured to be faster on CPU ranks (docs/dev/performance.md), in runs that train
-# on at least this many pixels (images x epochs x side x side): several times as many as make up for the compilation.
+# `auto` compiles the models that were measured to run faster on CPU ranks (docs/dev/performance.md), in runs that train
+# on at least this many pixels (images x epochs x side x side), several times the number at which compilation pays off.
 FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
 PIXELS_THAT_PAY = 20 * 10**9
 COMPILERS = ("g++", "clang++", "c++")
@@ -43,7 +43,7 @@ def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
     wanted = config.compile == "on"
     if config.compile == "auto":
         # On a GPU, CUDA graphs of the existing kernels (`engines.cuda_graphs`) already save much time without any
-        # compilation, and change no bit.
+        # compilation, and results stay bit-identical.
         is_faster = world.device.type == "cpu" and config.model_type in FASTER_ON_CPU
         has_one_size = not (config.progressive_size or config.eval_image_size)
         wanted = is_faster and has_one_size and not config.activation_checkpointing and pixels >= PIXELS_THAT_PAY

@@ -1,7 +1,7 @@
 """Runs a network's forward and backward as two CUDA graphs, instead of hundreds of kernel launches.
 
-A graph runs the same kernels that would run without it, from PyTorch or `torch.compile`, on the same numbers in the
-same order, so no bit should differ; `record` checks this. Graphs save time on the host, which is most of a small
+A graph runs the same kernels, from PyTorch or `torch.compile`, on the same numbers and in the same order as without a
+graph, so results should be bit-identical; `record` checks this. Graphs save time on the host, which is most of a small
 network's step on a fast GPU (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). They cost memory,
 because a graph keeps all the memory that its kernels use.
 """
@@ -22,13 +22,14 @@ from zerovision.training.engines.model_buffers import undone
 from zerovision.training.engines.precision import under_autocast
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-# With more bytes of gradients than this, several ranks use no graphs, and exchange gradients while backward computes: a
-# graph returns all gradients at its end. 64 MB take about a millisecond at 100 GB/s. Not measured on several GPUs.
+# If gradients have more bytes than this, several ranks use no graphs, so that they can exchange gradients during
+# backward: a graph returns all gradients when it ends. Sending 64 MB takes about a millisecond at 100 GB/s. This limit
+# has not been measured on several GPUs.
 MOST_EXCHANGED_BYTES = 64 << 20
 # Share of the GPU's memory that must stay free for the optimizer, an average of the weights, and evaluation, in
 # addition to four times the size of the weights.
 LEAST_FREE_SHARE = 0.1
-# Relative to the gradients' norm: kernels that add in no fixed order are off by less, wrong gradients by more.
+# Relative to the gradients' norm. Kernels that add in no fixed order are off by less, and wrong gradients by more.
 LARGEST_ERROR = 1e-2
 
 
@@ -47,13 +48,13 @@ class _Recording(nn.Module):
 class Recorded:
     """A network that replays its recording when it is called as it was in the recording.
 
-    In evaluation, without gradients, and for images of another shape, the original network runs instead. Its parameters
-    and buffers must stay at their addresses, and its results may depend only on images, weights, buffers and the GPU's
-    random numbers.
+    In evaluation, without gradients, and for images of a different shape, the original network runs instead. The
+    network's parameters and buffers must stay at their addresses, and its results may depend only on images, weights,
+    buffers and the GPU's random numbers.
 
     Args:
         network: float32 images [B, C, H, W] -> logits.
-        setup: setup whose module, which is part of the network, shows whether the network is in training mode.
+        setup: setup whose module is part of the network, and shows whether the network is in training mode.
         images: sample input, whose memory is kept.
     """
 
@@ -97,8 +98,8 @@ def _replay_members(network: nn.Module, setup: EngineSetup, images: torch.Tensor
 def records(setup: EngineSetup) -> bool:
     """Return whether to record a network's forward and backward, if its weights stay in place.
 
-    Nothing is recorded if ranks take longer to exchange gradients than the host takes to launch kernels, or for a
-    compiled ensemble, because members would be recorded separately.
+    Nothing is recorded if the ranks take longer to exchange gradients than the host takes to launch kernels. Nor is a
+    compiled ensemble recorded, because its members would have to be recorded separately.
     """
     if not setup.records_graphs or setup.image_shape is None or setup.data.device.type != "cuda":
         return False

@@ -29,8 +29,8 @@ class StepResult:
     """The result of an optimizer step.
 
     Attributes:
-        applied: whether the weights were updated, which they are only if the gradient is finite; a bool, or a bool
-            tensor [] on the device, which causes a sync when it is read.
+        applied: whether the weights were updated, which requires a finite gradient; a bool, or a bool tensor [] on the
+            device, which causes a sync when it is read.
         gradient_norm: global L2 norm of the gradient before clipping; None if it was not computed.
     """
 
@@ -39,10 +39,10 @@ class StepResult:
 
 
 class Updates:
-    """Decides whether each update of an engine is applied, counts the updates, and scales the gradients.
+    """Decides whether to apply each update of an engine, counts the updates, and scales the gradients.
 
     Args:
-        optimizer: optimizer whose fused rules read the optimizer's attribute `found_inf` on the device.
+        optimizer: optimizer; its fused rules read the attribute `found_inf` on the device.
         precision: 'bf16', 'fp16' or 'fp32'.
         clipping: largest global L2 norm of the gradient; 0 for none.
         device: device of the weights that the optimizer updates.
@@ -67,7 +67,7 @@ class Updates:
         return self.loss_scale.value if self.loss_scale is not None else 1.0
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """Return the factor for the gradients, float64 [], which undoes the loss scale and clips; None for 1.
+        """Return the factor that undoes the loss scale and clips the gradients, float64 [], or None for a factor of 1.
 
         Args:
             norm: float64 [], the global L2 norm of the gradient without the loss scale.
@@ -174,7 +174,7 @@ class Engine(Protocol):
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
         """In evaluation, yield each batch with the output of `forward` for its images.
 
-        This is a collective if `forward` is one.
+        This is a collective if `forward` is a collective.
         """
         for batch in batches:
             yield batch, self.forward(batch.images)
@@ -183,7 +183,7 @@ class Engine(Protocol):
         """Accumulate the gradient of a scalar loss; a collective, because an engine may reduce it here."""
 
     def step(self) -> StepResult | None:
-        """Count a micro-step, and update the weights after the last one of an accumulation; a collective.
+        """Count a micro-step, and update the weights after the last micro-step of an accumulation; a collective.
 
         Returns:
             The result of an update, or None between updates. All ranks skip an update if the gradient's norm is not
@@ -197,7 +197,7 @@ class Engine(Protocol):
         """Let `change` modify this rank's part of the trained weights, then update the model; a collective.
 
         Args:
-            change: function that is called with each tensor that the optimizer updates, and its state by kind.
+            change: function that is called with each tensor that the optimizer updates, and the tensor's state by kind.
         """
 
     def state(self) -> EngineState:
@@ -207,7 +207,7 @@ class Engine(Protocol):
         """
 
     def wait_before_change(self, copied: torch.cuda.Event) -> None:
-        """Make the GPU, not the host, wait until the state's shards are copied before it changes them."""
+        """Make the GPU, but not the host, wait until the state's shards are copied before changing them."""
         copied.wait()
 
     def load_state(
@@ -250,11 +250,11 @@ class TimedEngine:
 
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""Maps logits [B, C], or [B, C, members] for an ensemble, and their batch to losses, float32 [B]."""
+"""Maps logits, [B, C] or [B, C, members] for an ensemble, and the logits' batch to losses, float32 [B]."""
 
 Note = Callable[..., None]
-"""Takes the results of a micro-batch: batch, losses [B], logits [B, classes], and, if the losses do not show it,
-evidence [B] that is not finite for a bad sample.
+"""Receives the results of a micro-batch: the batch, losses [B], logits [B, classes] and, unless the losses themselves
+show which samples are bad, values [B] that are not finite for bad samples.
 """
 
 
@@ -263,7 +263,7 @@ class StepInput(NamedTuple):
 
     Attributes:
         batches: this rank's micro-batches, on its device.
-        seed_leaf: function that seeds dropout for a micro-batch, given the micro-batch's number, from 0.
+        seed_leaf: function that seeds dropout for a micro-batch, given the micro-batch's index.
         loss_scale: factor on losses; see `BatchPlan.loss_scale_for`.
         note: function that is called with the results of each micro-batch.
     """
@@ -290,10 +290,10 @@ class Averages(Protocol):
         """
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Make the model use the averages inside the block; a collective at both ends.
+        """Make the model use the averages inside the block; a collective at the start and the end of the block.
 
-        After the block, every bit is as before. After an error, the weights are not restored, because other ranks may
-        not have failed.
+        After the block, the weights are bit-identical to those before the block. After an error, the weights are not
+        restored, because other ranks may not have failed.
         """
 
     def describe(self) -> list[str]:

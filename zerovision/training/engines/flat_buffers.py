@@ -1,4 +1,4 @@
-"""Flat buffers across ranks: gradient sums, and weights of which each rank updates one part.
+"""Flat buffers across ranks: sums of gradients, and weights that are divided into one part per rank for updates.
 
 Each bucket of parameters has its own buffers, which are cut into one equal part per rank. CPU ranks on one machine
 share memory: a rank reads other ranks' gradients in place, and there is one copy of the weights. Otherwise, collectives
@@ -35,7 +35,7 @@ class FlatBuffers(ABC):
     Args:
         weights: zeros [n]; n is a multiple of the number of ranks.
         rows: zeros [n], one tensor for each sum that this rank sends in the tree.
-        out: memory [n / ranks] for the sum of this rank's part.
+        out: memory [n / ranks] for the sum of this rank's part of the gradients.
         world: the ranks.
         tree: summation tree of the step.
 
@@ -126,7 +126,7 @@ class CollectiveBuffers(FlatBuffers):
             self._received, work = self._tree.levels.start(self._rows[0])
             self._works = [work]
             return
-        # If a rank has one sum to send, this sends half as many bytes as an all-reduce.
+        # If a rank has only one sum to send, this transfer sends half as many bytes as an all-reduce.
         self._received = self.gradients.new_empty(len(self._rows), self._world.size, len(self.part))
         self._works = [
             dist.all_to_all_single(place.view(-1), row, group=self._world.group, async_op=True)
@@ -156,13 +156,13 @@ class CollectiveBuffers(FlatBuffers):
 
 
 def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor) -> FlatBuffers:
-    """Create the buffers of one bucket, of the kind that suits the ranks; a collective.
+    """Create buffers of the kind that suits the ranks for one bucket; a collective.
 
     Args:
         size: number of elements n, a multiple of the number of ranks.
         world: the ranks.
         tree: summation tree of the step.
-        out: zeros [n / ranks], memory for the sum of this rank's part of the gradients.
+        out: zeros [n / ranks], the memory for the sum of this rank's part of the gradients.
     """
     if world.size == 1:
         return SharedMemoryBuffers(torch.zeros_like(out), out.view(1, 1, -1), out, world, tree)

@@ -33,7 +33,7 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.2,  # NVIDIA Ada GPU architecture whitepaper, appendix A
     "RTX A6000": 154.8,  # NVIDIA Ampere GA102 GPU architecture whitepaper (309.7 with sparsity)
     "RTX 3090": 71.0,  # NVIDIA Ampere GA102 GPU architecture whitepaper
-    "RTX 3060": 25.5,  # like the RTX 3090 per tensor core and clock cycle: 112 cores at 1.777 GHz
+    "RTX 3060": 25.5,  # the RTX 3090's rate per tensor core and clock cycle, with 112 cores at 1.777 GHz
 }
 
 
@@ -51,7 +51,7 @@ class TrainingFlops:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak rate of 16-bit operations of a GPU, given PyTorch's name for it; None if unknown.
+    """Return a GPU's peak rate of 16-bit operations, given PyTorch's name for the GPU, or None if the rate is unknown.
 
     The unit is 10**12 operations per second.
     """

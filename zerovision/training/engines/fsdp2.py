@@ -30,8 +30,8 @@ from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.collectives import copy_from_main
 
-# On a CPU, fused optimizer rules, and powers (as in MADGRAD), round the last elements of a tensor differently from all
-# others, unless they fill the unit that a kernel processes: two AVX-512 vectors.
+# On a CPU, fused optimizer rules, and powers (as in MADGRAD), round the last elements of a tensor differently from the
+# other elements, unless they fill the unit that a kernel processes: two AVX-512 vectors.
 VECTOR_ELEMENTS = 32
 # Layers that use their parameters only in a product. Subclasses are excluded: some standardize their weights in fp32.
 CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
@@ -51,7 +51,8 @@ class Fsdp2:
         self._accumulation_steps, self._releases = setup.accumulation_steps, plan.releases_weights
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         grouped = [[names[id(one)] for one in group.pop("params")] for group in self._optimizer.param_groups]
-        # FSDP2 accepts no other layout, and moves the weights to a GPU itself, where one block at a time is whole.
+        # FSDP2 accepts no other layout. It also moves the weights to a GPU itself, where only one block at a time is
+        # gathered.
         self._module.to(memory_format=torch.contiguous_format)
         copy_from_main([*self._module.parameters()], world)
         self._shards = plan.neighbours
@@ -109,8 +110,8 @@ class Fsdp2:
                 module.set_custom_reduce_scatter(self._reduce[-1])
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                # Otherwise, a parameter without a gradient would be left out of a micro-batch's sums on this rank only,
-                # and so would a block that no forward has gathered yet.
+                # Otherwise, only this rank would leave a parameter without a gradient, or a block that no forward has
+                # gathered yet, out of a micro-batch's sums.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
                 module.unshard()
                 module.reshard()

@@ -1,4 +1,4 @@
-"""Adds the gradients of ranks on several machines at two levels: first within each machine, then between machines.
+"""Adds the gradients of ranks on several machines at two levels: first within each machine, then across machines.
 
 If every rank sent its own gradients to every other rank, a machine with L ranks would send L times the model's
 gradients to the other machines. The ranks of a machine have neighboring leaves, so their sum is one node of the step's

@@ -2,7 +2,7 @@
 
 PyTorch's engine keeps one version of the buffers per leaf; other engines keep one per rank, and neither broadcast nor
 average the buffers. All versions are averaged before every evaluation, so that the reported accuracy matches the saved
-file.
+weights file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def buffers_elsewhere(module: nn.Module) -> list[str]:
 
 @contextmanager
 def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore a module's buffers and mode, and the random generators, however the block ends."""
+    """Restore a module's buffers and mode, and the random generators, even if the block raises an error."""
     kept, was_training = [buffer.clone() for buffer in module.buffers()], module.training
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -41,7 +41,7 @@ def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class ModelBuffers:
-    """All buffers of a model (BatchNorm's statistics), in one or several versions.
+    """All buffers of a model (such as BatchNorm's statistics), in one or several versions.
 
     The module computes with the selected version. Its buffers become views of one flat tensor per dtype: copying
     mobilenet's 138 buffers one by one takes as long as an optimizer step. The buffers keep their names, and modules
@@ -51,7 +51,7 @@ class ModelBuffers:
         module: the model.
         leaves: the step's leaves. Each leaf has a version on the rank that computes it, and all versions are equal at
             first; with one leaf per rank, each rank has one version.
-        device: device for the buffers, which may differ from that of the parameters; None for the CPU.
+        device: device for the buffers, which may differ from the parameters' device; None for the CPU.
     """
 
     ALIGNMENT = 32  # in elements, as for separate tensors
@@ -89,7 +89,7 @@ class ModelBuffers:
             self._load()
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """Return views of all buffers [versions, ...], by name; they are up to date until the module's next forward.
+        """Return views of all buffers [versions, ...], by name; the views are valid until the module's next forward.
 
         The names of averages begin with `AVERAGE`.
         """
@@ -122,7 +122,7 @@ class ModelBuffers:
 
     @torch.no_grad()
     def update_averages(self, weight: float | torch.Tensor) -> None:
-        """Move the averages toward the buffers by the share `weight`; integers, which are counts, are copied."""
+        """Move the averages toward the buffers by the fraction `weight`; integers, which are counts, are copied."""
         self._store()
         for average, rows in zip(self._averages, self._rows, strict=True):
             if rows.is_floating_point():
@@ -146,8 +146,8 @@ class ModelBuffers:
         """Replace every floating-point buffer and running average with its mean over all leaves; a collective.
 
         Versions are added in the order of the leaves, so that the result does not depend on the number of ranks. Values
-        that are equal in all versions, such as the statistics of frozen layers, are not changed, because a third of
-        three times a number may be a different number.
+        that are equal in all versions, such as the statistics of frozen layers, are not changed, because rounding could
+        make the mean of three equal numbers a different number.
 
         Returns:
             The number of bytes that this rank sends.

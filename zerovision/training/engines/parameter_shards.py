@@ -1,4 +1,4 @@
-"""Describes a rank's part of the training state by each parameter's name, with offsets and sizes in its dimensions.
+"""Describes a rank's part of the training state by the name of each parameter, and offsets and sizes in its dimensions.
 
 PyTorch's DTensor and distributed checkpoints describe shards in the same way. This description covers every kind of
 sharding: whole parameters, rows, and pieces of flat buffers.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zerovision.training.engines.engine import Engine
 
 WEIGHTS = "weights"
-# In a checkpoint, the prefix of parameter names that belong to a further group of ranks with its own weights.
+# In a checkpoint, the prefix of parameter names that belong to an additional group of ranks with its own weights.
 FURTHER = re.compile(r"[a-z]+ ([0-9]{1,6})/")
 CHANNELS_LAST = (0, 2, 3, 1)  # the order of a convolution's dimensions in memory
 CONVOLUTION_DIMENSIONS = len(CHANNELS_LAST)
@@ -75,7 +75,7 @@ class ModelPart:
         return False
 
     def counts(self, name: str) -> bool:
-        """Return whether this rank's values of a parameter count; of ranks with equal values, only the first counts.
+        """Return whether this rank's values of a parameter count; if ranks have equal values, only the first counts.
 
         Buffers, which are never divided, have the name ''.
         """
@@ -186,7 +186,7 @@ def _boxes_of_row(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[t
 
 
 def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """Return the shapes of the first group's parameters, without further groups of ranks; see `FURTHER`."""
+    """Return the shapes of the first group's parameters, without additional groups of ranks; see `FURTHER`."""
     return {name: list(shape) for name, shape in shapes.items() if not FURTHER.match(name)}
 
 
@@ -245,7 +245,7 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
         return {}
     module = engine.module
     weights |= buffers
-    # The state dict lacks buffers that are not persistent, and has several keys for a module with several names.
+    # The state dict omits buffers that are not persistent, and has several keys for a module with several names.
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     first_names = {key: names[id(tensor)] for key, tensor in module.state_dict(keep_vars=True).items()}
     return {key: weights[name] if key == name else weights[name].clone() for key, name in first_names.items()}

@@ -16,7 +16,7 @@ from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.engines.tensor import Tensor, TensorSettings
 from zerovision.training.engines.ways import Way
 
-TORCH = "torch"  # the engine of all ways without an engine of their own
+TORCH = "torch"  # the engine of all ways that have no engine of their own
 WAYS: tuple[type[Way], ...] = (DiLoCo, Pipeline, Tensor, DeepSpeed)  # in a mesh, the innermost dimension is last
 
 

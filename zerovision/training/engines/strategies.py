@@ -37,7 +37,7 @@ class ParallelPlan:
     def neighbours(self) -> int:
         """The number of ranks over which gradients are divided: 1 at stage 1, where each rank keeps whole gradients.
 
-        With one rank per copy, nothing would be divided, so FSDP2 divides gradients over the replicas instead.
+        If each copy of the state has only one rank, FSDP2 divides the gradients over the replicas instead.
         """
         if self.zero_stage == 1:
             return 1

@@ -2,8 +2,8 @@
 
 A leaf is a micro-batch. A step has L leaves, numbered from 0, and each rank computes a contiguous segment of them. The
 tree pairs neighbors from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node moves up
-unchanged. Floating-point addition is commutative but not associative, so all sums along this tree, and only these, are
-sure to have the same bits.
+unchanged. Floating-point addition is commutative but not associative, so only sums along this tree are guaranteed to be
+bit-identical.
 
 For a norm, gradients are cut into pieces, each of which belongs to one rank: blocks or rows of a parameter. Every rank
 receives the sums of all pieces, and adds them in an order that does not depend on the number of ranks.
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
     Attributes:
         first: number of the rank's first leaf.
-        nodes: the sums left at the end, in the order of the leaves; the last is the running sum, the others are parked.
+        nodes: the remaining sums, in the order of the leaves: the parked sums, and then the running sum.
         most_parked: largest number of parked sums at any time.
     """
 
@@ -50,8 +50,8 @@ class StepTree:
     Attributes:
         leaves: number of leaves of the tree.
         segments: the segments, by rank.
-        rows_sent: largest number of sums left on any rank: 1 if a rank's number of leaves is a power of two, or if a
-            single rank has all leaves.
+        rows_sent: largest number of remaining sums on any rank; 1 if the number of leaves per rank is a power of two,
+            or if a single rank has all leaves.
 
     Args:
         ranks: number of ranks.
@@ -67,15 +67,15 @@ class StepTree:
         self.rows_sent = max(len(segment.nodes) for segment in self.segments)
 
     def add_ranks(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return the total [n] of the sums left on all ranks.
+        """Return the total [n] of the remaining sums of all ranks.
 
         Args:
             rows: [ranks, rows, n], the rows of the ranks' `LeafSums`; overwritten.
-            out: separate memory [n] for the total; for a single rank, its row, which is already the total.
+            out: separate memory [n] for the total; for a single rank, the rank's row, which is already the total.
         """
         if len(rows) > 1:
             sums = [
-                (node, rows[rank, (place + 1) % len(segment.nodes)])  # the last sum, the running one, is in row 0
+                (node, rows[rank, (place + 1) % len(segment.nodes)])  # the last sum, the running sum, is in row 0
                 for rank, segment in enumerate(self.segments)
                 for place, node in enumerate(segment.nodes)
             ]
@@ -190,9 +190,9 @@ BLOCK = 1024  # elements
 def squares_of_rows(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each row of float32 [rows, up to `BLOCK`], as float64 [rows].
 
-    Only a few values at a time are added in float32, because one long sum loses digits on a CPU: the norm of 5 million
-    values was off by 1e-4, and the norm of 138 million values by 1e-2. Using float64 for everything takes 100 times as
-    long.
+    Only a few values at a time are added in float32, because a single long sum loses digits on a CPU: the norm of 5
+    million values was off by 1e-4, and the norm of 138 million values by 1e-2. Using float64 for all values takes 100
+    times as long.
     """
     return torch.linalg.vector_norm(values, dim=1).double().square()
 

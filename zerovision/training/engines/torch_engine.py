@@ -1,7 +1,8 @@
 """ZeRO in plain PyTorch, with bit-identical weights on any number of ranks.
 
-Gradients are added along one tree over the leaves of a step, whichever rank computes them (`engines.summation_tree`).
-Every leaf has its own BatchNorm statistics, and norms are added in an order that does not depend on the ranks.
+Gradients are added along one tree over the leaves of a step, no matter which ranks compute the leaves (see
+`engines.summation_tree`). Every leaf has its own BatchNorm statistics, and norms are added in an order that does not
+depend on the ranks.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class TorchEngine(Engine):
         set_applied_steps(self.optimizer, applied_steps)
         fill_shards(self._part.of_whole(self._distribution.shards()), tensors)
         for parameter in frozen_parameters(self.module).values():
-            # Whole on every rank, but only one rank has a shard; without data on ranks that do not use the parameter.
+            # Frozen parameters are whole on every rank that uses them, but only one rank saves them as a shard.
             if not isinstance(parameter, DTensor) and not parameter.is_meta:
                 copy_from_main([parameter], self._world)
         self.buffers.write(buffers)

@@ -21,9 +21,9 @@ from zerovision.training.world.world import World
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Adds the gradients of one FSDP2 module along the step's tree; each rank adds its own part.
 
-    After every micro-step, a rank has its part of the neighboring leaves that the ranks of its replica computed. It
-    adds these leaves up to one node of the tree if the number of ranks is a power of two, and to a few nodes otherwise.
-    A rank keeps at most log2(A) + 1 nodes for A micro-steps.
+    After every micro-step, a rank has its part of the neighboring leaves that the ranks of its replica computed. The
+    rank adds these leaves up to one node of the tree if the number of ranks is a power of two, and otherwise to a few
+    nodes. A rank keeps at most log2(A) + 1 nodes for A micro-steps.
 
     Attributes:
         leaf: index of the micro-step whose gradients come next.

@@ -26,7 +26,8 @@ class Way(Mode):
     """A way to share the work of training among ranks.
 
     Attributes:
-        division: how a group of `flag` ranks shares one copy of the model, for messages; '' if no ranks share a copy.
+        division: phrase for messages that says how the ranks of a group share one copy of the model; '' if ranks share
+            no copy.
         divides_layers: whether each rank has a part of every layer.
         engine: the value of `--engine` that selects this way; '' for a way of PyTorch's engine.
     """
@@ -63,7 +64,7 @@ class Way(Mode):
         """Return the reasons why `--engine auto` chooses this way's engine; [] if it does not."""
         return []
 
-    # Methods of a run.
+    # Methods that a run calls.
 
     def divide_ranks(self, names: Iterable[str] | None, world: World) -> tuple[dict[str, Any], int, list[str]]:
         """Return the number of independent groups of ranks; a collective.
@@ -103,9 +104,9 @@ class Way(Mode):
         return None
 
     def step(self, loss: Loss) -> Step | None:
-        """Return the function that trains a step on image losses, if that is not plain gradient accumulation."""
+        """Return the function that trains a step on image losses, unless plain gradient accumulation is used."""
         return None
 
     def averages(self, engine: Engine, total_steps: int, loggers: Loggers) -> Averages | None:
-        """Return the object that keeps the weights to evaluate, if they differ from the trained weights."""
+        """Return the object that stores the weights to evaluate, if these differ from the trained weights."""
         return None

@@ -47,8 +47,7 @@ class Zero1:
     As with `Fsdp2`, this rank's parts become the parameters in the optimizer's groups.
 
     Attributes:
-        reports: whether this rank's parts are saved in checkpoints; among ranks with the same parts, only one saves
-            them.
+        reports: whether this rank saves its parts in checkpoints; among ranks with the same parts, only one saves them.
     """
 
     reports = True
@@ -77,14 +76,15 @@ class Zero1:
         if setup.compiles:
             compile_network(self._network, setup)
         self._compute = record(self._network, setup) if records(setup) else self._network
-        # Compiled, recorded and divided networks begin with all weights, and shared memory needs no wait in forward.
+        # Compiled, recorded and divided networks need all weights when forward begins, and buffers in shared memory
+        # need no wait in forward.
         is_whole = setup.compiles or self._compute is not self._network or setup.part.holders
         self._waits_in_forward = not is_whole and not any(bucket.buffers.are_shared for bucket in self._buckets)
         if self._waits_in_forward:
             self._await_by_block(repeated_blocks(self._module))
 
     def _await_by_block(self, blocks: list[nn.Module]) -> None:
-        """Make each block's forward wait for its weights, and the module's forward wait for weights outside blocks."""
+        """Make each block's forward wait for the block's weights, and the module's forward for all other weights."""
         block_of = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
         needed = {
             id(bucket): {block_of.get(id(parameter), -1) for parameter in bucket.parameters.values()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """The settings that only DeepSpeed uses."""
+    """The settings that only DeepSpeed supports."""
 
     deepspeed_config: str = path_option("", "DeepSpeed JSON file to use instead of the strategy's own.")
 

@@ -30,7 +30,7 @@ KINDS = {"flag": BOOL, "text": TEXT, "list": LIST, "count": COUNT, "number": NUM
 
 
 def _keys(words: str) -> dict[str, Any]:
-    """Return the expected kind of each key, given words of the form `key:kind`."""
+    """Return the expected kind of value for each key, given words of the form `key:kind`."""
     return {key: KINDS[kind] for key, kind in (word.split(":") for word in words.split())}
 
 
@@ -62,7 +62,7 @@ SCHEMA: dict[str, Any] = {
     ),
     "comms_logger": _keys("enabled:flag verbose:flag prof_all:flag debug:flag prof_ops:list"),
 }
-# DeepSpeed keys that belong to the command line, with the flags to use instead.
+# DeepSpeed keys that only the command line may set, with the flags to use instead.
 OWNED_BY_COMMAND_LINE = {
     "train_batch_size": "--batch-size, --gradient-accumulation-steps and the number of GPUs",
     "train_micro_batch_size_per_gpu": "--batch-size",
@@ -203,7 +203,7 @@ def deepspeed_config(strategy_json: Mapping[str, Any], setup: EngineSetup) -> di
         "gradient_accumulation_steps": setup.accumulation_steps,
         # Always set, because DeepSpeed's default is 1.0.
         "gradient_clipping": setup.gradient_clipping,
-        # Our optimizers come from timm; DeepSpeed recognizes only a few by name.
+        # Our optimizers come from timm, and DeepSpeed recognizes only a few of them by name.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

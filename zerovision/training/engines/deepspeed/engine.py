@@ -44,8 +44,8 @@ class DeepSpeedEngine(Engine):
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # Without compatible operators, DeepSpeed does not probe compilers and GPUs for them (seconds), and does not
-        # compile an operator for CPU inference, which is not used here, at the first start (20 s).
+        # Declare no operators compatible. Otherwise, DeepSpeed probes compilers and GPUs for them (seconds), and at the
+        # first start, compiles an operator for CPU inference, which is not used here (20 s).
         deepspeed.ops.__compatible_ops__ = {}
         # Disable the decorator of DeepSpeed's own Muon, which is not used here: it would make torch.compile import its
         # code generation in each rank (3 CPU seconds).
@@ -56,7 +56,7 @@ class DeepSpeedEngine(Engine):
         _forget_destroyed_group()
         self._linear = nn.functional.linear  # stage 3 replaces this for the whole process
         self._engine, _, _, _ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=setup.data.device.index or 0),  # otherwise, the local rank
+            args=argparse.Namespace(device_rank=setup.data.device.index or 0),  # by default, the local rank
             model=under_autocast(setup.module, setup.precision, setup.data.device),
             optimizer=setup.optimizer,
             config=config,
@@ -129,7 +129,7 @@ class DeepSpeedEngine(Engine):
         for flat, group in zip(self._flat_partitions(), groups, strict=True):
             flats = {WEIGHTS: flat} | moments_of(self.optimizer, flat)
             shards += shards_of({names[id(parameter)]: parameter for parameter in group}, flats)
-        if self._is_stage_3:  # stage 3 shards frozen parameters like all others
+        if self._is_stage_3:  # stage 3 also shards frozen parameters
             for name, parameter in frozen_parameters(self.module).items():
                 shards += _stage_3_shards({name: parameter}, {WEIGHTS: parameter.ds_tensor})  # type: ignore[attr-defined]
         else:
@@ -185,7 +185,7 @@ def _forget_destroyed_group() -> None:
 
 @functools.cache
 def _sign_build_locks() -> None:
-    """Make this process record where it runs in its locks on operator builds; see `zerovision.launch.process_tree`."""
+    """Make locks on operator builds record where this process runs; see `zerovision.launch.process_tree`."""
     from torch.utils.file_baton import FileBaton
 
     acquire = FileBaton.try_acquire

@@ -1,8 +1,8 @@
 """Islands: equal groups of ranks, each of which trains the model like a separate run.
 
-`OuterSteps` synchronizes the islands periodically. Their weights differ between outer steps, and their moments always
-differ, so a checkpoint contains the weights and moments of each island: island 0's under the parameters' names, island
-i's as 'island i/NAME'. Common values, such as frozen weights, are saved only once.
+`OuterSteps` synchronizes the islands periodically. The islands' weights differ between outer steps, and their moments
+always differ, so a checkpoint contains the weights and moments of each island: those of island 0 under the parameters'
+names, and those of island i as 'island i/NAME'. Common values, such as frozen weights, are saved only once.
 
 A run may resume with a different number of islands: surplus islands are dropped, and new islands start as described in
 `_of_own_island`.
@@ -49,11 +49,11 @@ from zerovision.training.world.mesh import along
 # Kinds of tensors in the optimizer's state that are the same on all islands.
 OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"
 OUTER_RESIDUAL = "outer_residual"  # the part of its change that an island has not sent yet; differs between islands
-APPLIED_STEPS = "island/applied_steps"  # each rank saves it with its buffers, because an island may skip a step
+APPLIED_STEPS = "island/applied_steps"  # each rank saves this with its buffers, because an island may skip a step
 
 
 def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
-    """Return the largest possible number of islands up to `most`, each of whole machines or an equal part of one."""
+    """Return the largest number of islands up to `most` that are either whole machines or equal parts of a machine."""
 
     def is_usable(islands: int) -> bool:
         length, rest = divmod(ranks, islands)
@@ -115,7 +115,7 @@ class IslandEngine(TorchEngine):
             kind: take if kind in (OUTER_WEIGHTS, OUTER_MOMENTUM) else _of_own_island(tensors, kind, prefix, frozen)
             for kind, take in tensors.items()
         }
-        # Equal on all ranks of an island, unless the ranks were in several islands when the checkpoint was saved.
+        # Equal on all ranks of an island, unless its ranks were in different islands when the checkpoint was saved.
         applied = largest_over_ranks(buffers[APPLIED_STEPS].to(self._world.device), self._world)
         super().load_state(own, buffers, int(applied.max()))
 
@@ -145,7 +145,7 @@ def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, froze
     """Return the function that reads an island's tensors of one kind from a checkpoint, by parameter name.
 
     An island that is not in the checkpoint begins with the outer weights, no rounding error, and island 0's moments.
-    With moments of zero, its first steps would be too large, because bias correction has ended by that step count.
+    If the moments were zero, the island's first steps would be too large, because bias correction has already ended.
     """
 
     def take(name: str, box: tuple[slice, ...]) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, froze
 
 
 class OuterSteps(Averages):
-    """Takes an outer step after every `local_steps` steps of the islands, and after the last step of the run.
+    """Takes an outer step every `local_steps` steps, and after the last step of the run.
 
     Args:
         engine: engine of this rank's island, before its state is restored.
@@ -207,11 +207,11 @@ class OuterSteps(Averages):
 
     @torch.no_grad()
     def _take_outer_step(self, step: int, local_steps: int) -> None:
-        """Let all islands continue from new outer weights and averaged BatchNorm statistics; a collective.
+        """Make all islands continue from new outer weights and averaged BatchNorm statistics; a collective.
 
         Args:
             step: number of the step in the run.
-            local_steps: number of steps in the round that ends here.
+            local_steps: number of steps since the last outer step.
         """
         start, peers, states = time.perf_counter(), self._engine.peers, self._engine.optimizer.state
         sent = []

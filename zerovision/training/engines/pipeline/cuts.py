@@ -26,7 +26,7 @@ MOST_NAMES = 40  # listed in a message
 
 @dataclass(frozen=True)
 class Call:
-    """The only call of a module; times are counted in events: operations, and entries to and exits from modules.
+    """The only call of a module; time is counted in events: operations, and entries to and exits from modules.
 
     Attributes:
         start: time at which the module was entered.
@@ -48,7 +48,7 @@ class Trace:
     Attributes:
         calls: module name -> call, for modules that are called exactly once, in order of entry.
         features: module name -> input, for modules at whose entry the network can be cut.
-        first_uses: name of a parameter or buffer -> time of its first use; unused parameters and buffers are left out.
+        first_uses: name of a parameter or buffer -> time of first use; contains no unused parameters and buffers.
         images: the network's input [B, C, H, W].
         output: the network's output.
         draws: whether the network draws random numbers.
@@ -76,7 +76,7 @@ class _Operations(TorchDispatchMode):
         self.starts: dict[int, int] = {id(images): -1}  # ID -> when a tensor was computed, or a weight first used
         self.lasts: dict[int, int] = {}
         self._weights = {id(weight) for weight in weights}
-        self._alive: list[torch.Tensor] = []  # kept so that no two have the same ID
+        self._alive: list[torch.Tensor] = []  # kept so that IDs stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -105,9 +105,9 @@ class _Operations(TorchDispatchMode):
         return first < start <= last < end
 
     def needed(self) -> list[int]:
-        """Return, for each time, the number of earlier tensors that are needed later.
+        """Return, for each point in time, how many tensors that were computed earlier are needed later.
 
-        This includes weights that were used before and are used again.
+        The numbers include weights that were used earlier and are used again later.
         """
         changes = [0] * (self.time + 2)
         for key, last in self.lasts.items():
@@ -163,7 +163,7 @@ def trace(empty: nn.Module, shape: Sequence[int]) -> Trace:
 
 
 def places_to_cut(traced: Trace) -> list[str]:
-    """Return the places where the network can be cut, in order, each as the name of the outermost module there."""
+    """Return the places where the network can be cut, in order, each named after the outermost module at that place."""
     names = {traced.calls[name].operations: name for name in reversed(traced.features)}
     return [names[operations] for operations in sorted(names)]
 

@@ -112,7 +112,7 @@ class PipelineEngine(TorchEngine):
         """Train on this rank's micro-batches of a step, all of one shape, and update the weights; a collective.
 
         Args:
-            loss: function that computes the images' losses; only called on the last rank.
+            loss: function that computes the images' losses, called only on the last rank.
             given: the step's input.
             clock: clock that measures forward and backward; waiting for other stages is measured as communication.
         """
@@ -178,7 +178,7 @@ class PipelineEngine(TorchEngine):
                 if stage < self.count - 1:
                     self._send_features(stage, result)
                     continue
-                shared = result.cpu()  # sent over gloo: with NCCL, the next features would wait for these logits
+                shared = result.cpu()  # sent over gloo; over NCCL, the next features would wait for these logits
                 for rank in range(pipeline.size - 1):
                     self._send(shared, rank, pipeline.signal_group)
                 started.append((result, None))
@@ -190,7 +190,7 @@ class PipelineEngine(TorchEngine):
     def _received_features(self, stage: int, images: torch.Tensor) -> torch.Tensor:
         pipeline, boundary = self.pipeline, self._boundaries[stage - 1]
         features = self._staged.traced(images.shape).features[self._staged.cuts[stage - 1]]
-        # The last rank also sends to the first in the gloo group: with NCCL, the two could wait for each other.
+        # The last rank sends to the first in the gloo group, because with NCCL, the two could wait for each other.
         group, tag = (pipeline.group, 0) if pipeline.rank else (pipeline.signal_group, stage)
         row = torch.empty(features.numel(), dtype=boundary.dtype, device="cpu" if tag else images.device)
         with communication():
@@ -318,7 +318,7 @@ def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collectio
 
 @dataclass(frozen=True)
 class Pipelined:
-    """A step in which the last stage computes the loss of each micro-batch, and all ranks then receive the losses."""
+    """A step in which the last stage computes the loss of each micro-batch, and sends the losses to all ranks."""
 
     loss: Loss
 
@@ -329,7 +329,7 @@ class Pipelined:
 
 
 class _Stage(PipelineStage):
-    """A stage that tells the engine which leaf its forward and backward compute."""
+    """A stage that informs the engine which leaf its forward or backward computes."""
 
     def __init__(self, engine: PipelineEngine, number: int, shape: torch.Size) -> None:
         self._engine = engine

@@ -58,7 +58,7 @@ class MembersEngine(TorchEngine):
         super().__init__(dataclasses.replace(setup, part=part))
 
     def _gather(self, answers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the logits of all members, each float32 [B, classes], given those of this rank; a collective.
+        """Return all members' logits, each float32 [B, classes], given the logits of this rank's members; a collective.
 
         Autograd treats the other ranks' logits as constants.
         """

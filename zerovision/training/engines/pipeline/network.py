@@ -1,8 +1,8 @@
 """Runs single stages of a network with the network's own forward.
 
 Modules before the stage return tensors without data, at almost no cost. At the entry to the stage, the previous stage's
-output replaces these tensors; at the entry to the next stage, the forward ends. All code between the modules therefore
-runs as the model's author wrote it.
+output replaces these tensors; at the entry to the next stage, the forward ends. Therefore, all code between the modules
+runs exactly as the model's author wrote it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class StagedNetwork:
 
     @contextmanager
     def _without_data(self, names: Iterable[str]) -> Iterator[None]:
-        """Let modules before the stage run without data, even if they use weights of another stage on this rank."""
+        """Make modules before the stage run without data, even if they use weights of another stage on this rank."""
         kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for name in names:
             owner, _, attribute = name.rpartition(".")

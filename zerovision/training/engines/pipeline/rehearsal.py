@@ -1,8 +1,8 @@
 """Tensors between stages, and measurements on the device before a network is cut.
 
 Kernels choose their order of summation by the memory layout of tensors. A stage therefore receives its input, and the
-gradient of its output, in the layout that they would have without the cut, and so computes the same bits. Tensors are
-sent as flat rows.
+gradient of its output, in the layout that these tensors would have without the cut, so that results are bit-identical.
+Tensors are sent as flat rows.
 
 The run time of a network's pieces and the layout of tensors can only be measured on the device. While rank 0 still has
 all layers, it runs one micro-batch, together with the ranks that share its layers, and sends the results to all ranks.
@@ -31,7 +31,7 @@ class TensorLayout(NamedTuple):
 
     Attributes:
         order: the tensor's dimensions, from the outermost to the innermost.
-        repeated: dimensions along which one value is repeated, as in the gradient of a mean.
+        repeated: dimensions along which a single value is repeated, as in the gradient of a mean.
     """
 
     order: tuple[int, ...]

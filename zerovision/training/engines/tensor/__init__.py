@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks that compute every layer together, each with a part of the weights."""
+"""Tensor parallelism: ranks compute every layer together, each with a part of the weights."""
 
 from __future__ import annotations
 

@@ -81,7 +81,10 @@ class TensorPart(ModelPart):
         return self.group.is_main or name in self.cuts
 
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See `ModelPart`; the gradients differ only by rounding, but the weights would drift apart."""
+        """See `ModelPart`.
+
+        Without this, gradients that differ only by rounding would make the ranks' copies of the weights drift apart.
+        """
         copy_from_main([parameter.grad for parameter in parameters if parameter.grad is not None], self.group)
 
     def sum(self, squares: torch.Tensor) -> torch.Tensor:
@@ -174,7 +177,7 @@ class _DividedOutputs(nn.Module):
 
 
 class _DividedDropout(nn.Module):
-    """The base class of dropout on divided features, which draws what a single rank would draw for all features."""
+    """The base class of dropout on divided features, which draws the same mask as a single rank with all features."""
 
     tensor_group: World
     place: tuple[int, int, int]  # number of features, this rank's first feature, and dimension
@@ -198,10 +201,10 @@ def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart
     """Reduce the layers that a plan divides to this rank's part; not a collective.
 
     Args:
-        module: the whole network, equal on all ranks, before an optimizer gets its parameters.
+        module: the whole network, equal on all ranks, which no optimizer may use yet.
         plan: plan for the network.
-        group: the ranks that divide the network. Without a process group, they exchange nothing; this is used to count
-            the operations of one rank.
+        group: the ranks that divide the network. Without a process group, the ranks exchange nothing, which is used to
+            count the operations of one rank.
     """
     cuts = dict[str, Cut]()
     for name, (region, units) in plan.regions.items():
@@ -238,16 +241,16 @@ def _split_region(module: nn.Module, name: str, region: Region, units: int, grou
 
 
 def _use_own_width(layer: Any) -> None:
-    """Make EVA's attention use the width of this rank's heads; by default, it uses the width of its input.
+    """Make EVA's attention use the width of this rank's heads instead of the width of its input.
 
-    `AttentionRope` differs only in using the width of its heads, and in having no separate parameters for biases. The
-    bias of the keys is 0.
+    `AttentionRope` differs from EVA's attention only in using the width of its heads, and in having no separate
+    parameters for biases. The bias of the keys is 0.
     """
     layer.num_kv_heads, layer.num_kv_groups = layer.num_heads, 1
     layer.attn_dim = layer.num_heads * layer.head_dim
     layer.__class__ = AttentionRope
     if layer.q_bias is not None:
-        layer.qkv.register_forward_hook(functools.partial(_add_biases, layer))  # no closure: deepcopy must rebind it
+        layer.qkv.register_forward_hook(functools.partial(_add_biases, layer))  # not a closure: deepcopy must rebind it
 
 
 def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], outputs: torch.Tensor) -> torch.Tensor:
@@ -255,7 +258,7 @@ def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], 
 
 
 def _share(units: int, group: World) -> tuple[int, int]:
-    """Return the first index and the number of this rank's heads or features; numbers differ by at most one."""
+    """Return the first index and the number of this rank's heads or features; ranks' numbers differ by at most one."""
     low, high = (units * rank // group.size for rank in (group.rank, group.rank + 1))
     return low, high - low
 
@@ -279,7 +282,7 @@ def _take_part(module: nn.Module, name: str, dimension: int, blocks: int, units:
 
 
 def _become(layer: nn.Module, base: type[nn.Module], group: World) -> None:
-    """Change a layer's class so that it uses the forward of `base`, while its parameters keep their names."""
+    """Change a layer's class so that the layer uses the forward of `base`, while its parameters keep their names."""
     layer.__class__ = _subclass(base, type(layer))  # type: ignore[arg-type]
     layer.tensor_group = group  # type: ignore[assignment]  # not a module
 
