@@ -16,7 +16,7 @@ from zerovision.training.world.world import World
 
 Result = TypeVar("Result")
 
-BROADCAST_BYTES = 32 * 2**20  # size of a broadcast of several tensors
+BROADCAST_BYTES = 32 * 2**20  # size of a broadcast that combines several tensors
 
 
 def barrier(world: World) -> None:
@@ -108,7 +108,7 @@ def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> i
 
 
 def error_on_any_rank(error: str | None, world: World, group: dist.ProcessGroup | None = None) -> str | None:
-    """Return, on every rank, the error message of the lowest rank that has one; a collective."""
+    """Return, on every rank, the error message of the lowest rank that has an error; a collective."""
     if world.size == 1:
         return error
     messages = gather_objects(error, world, group)
@@ -116,7 +116,7 @@ def error_on_any_rank(error: str | None, world: World, group: dist.ProcessGroup 
 
 
 def agreed(action: Callable[[], Result], world: World) -> Result:
-    """Run an action on every rank; if it raises a `UserError` on any rank, raise it on all ranks; a collective."""
+    """Run an action on every rank, and if any rank raises a `UserError`, raise it on all ranks; a collective."""
     message = None
     result: Any = None
     try:

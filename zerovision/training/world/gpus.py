@@ -15,7 +15,7 @@ DEVICE_FILES = Path("/dev")
 def machine_gpus() -> list[str]:
     """Return the indices of all GPUs in this machine.
 
-    A container whose GPUs are only for compute has neither nvidia-smi nor NVML, and nvidia-smi fails if its version
+    A container that exposes GPUs only for compute has neither nvidia-smi nor NVML, and nvidia-smi fails if its version
     does not match the driver. In these cases, return CUDA's indices of the device files that this process may use.
     """
     try:
@@ -29,12 +29,12 @@ def machine_gpus() -> list[str]:
 
 
 def usable_gpus() -> list[str]:
-    """Return the numbers or UUIDs of the GPUs that are visible to this process."""
+    """Return the indices or UUIDs of the GPUs that are visible to this process."""
     return visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(present: Sequence[str], visible: str | None) -> list[str]:
-    """Return the numbers or UUIDs of the GPUs that ranks may use.
+    """Return the indices or UUIDs of the GPUs that ranks may use.
 
     Args:
         present: the GPUs in the machine.

@@ -1,7 +1,7 @@
 """Reads this process's rank from the environment variables that its launcher set.
 
-torchrun, similar launchers (such as accelerate with `--multi_gpu`, even on CPUs) and our own set RANK, LOCAL_RANK and
-WORLD_SIZE. srun sets different variables.
+torchrun, similar launchers (such as accelerate with `--multi_gpu`, even on CPUs) and our own launcher set RANK,
+LOCAL_RANK and WORLD_SIZE. srun sets different variables.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def adopt_rank() -> None:
     This does nothing if the variables are already set, or if this is the only process.
 
     Raises:
-        UserError: if several processes were started or requested, and this one cannot find its rank or the others.
+        UserError: if several processes were started or requested, and this process cannot find its rank or the others.
     """
     refuse_a_pod_alone(os.environ)
     if os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") == "1":  # a job with a single pod
@@ -162,6 +162,6 @@ def _refuse_a_single_process() -> None:
 
 
 def _number(name: str) -> int:
-    """Return an environment variable as a number, or -1 if it is missing or not a number."""
+    """Return an environment variable as a number, or -1 if the variable is missing or not a number."""
     value = os.environ.get(name, "")
     return int(value) if value.isdecimal() else -1

@@ -1,6 +1,6 @@
 """Divides the ranks into a mesh: ranks that share one copy of the model, and ranks that read different images.
 
-Ranks along the last dimension have consecutive numbers, so they are neighbors on a machine.
+Ranks along the last dimension have consecutive numbers, so they are neighbors on the same machine.
 """
 
 from __future__ import annotations

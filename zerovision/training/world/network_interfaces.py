@@ -34,12 +34,12 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str, addresses: Sequence[Sequence[str]]) -> str:
-    """Return the interface that has the address, or '' if no interface has it."""
+    """Return the interface that has the address, or '' if there is no such interface."""
     return next((name for name, own, _ in addresses if own == address), "")
 
 
 def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -> str:
-    """Return this machine's first address that shares a network with another machine, or its first address, or ''.
+    """Return this machine's first address in a network with another machine, or else its first address, or ''.
 
     Args:
         others: addresses of other machines.
@@ -61,11 +61,11 @@ def route_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Return the interface through which other machines reach this one, from the route to a host; '' if unclear.
+    """Return the interface through which other machines reach this one, from the route to a host; '' if unknown.
 
     Args:
-        host: name or address of one machine, the same on all machines. If it is this machine and resolves to a loopback
-            address, the route out of the local network is used (to an unassigned address from RFC 5737).
+        host: name or address of one machine, the same on all machines. If this is the current machine and resolves to a
+            loopback address, the route out of the local network (to an unassigned address from RFC 5737) is used.
     """
     address = route_towards(host)
     if is_loopback(address):
@@ -77,7 +77,7 @@ def interface_towards(host: str) -> str:
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return the requested port (0: any) if a process could now listen on it on all addresses, as torch's store does.
+    """Return the requested port (0: any) if a process can now listen on it on all addresses, as torch's store does.
 
     Raises:
         OSError: if the port is in use.
@@ -100,8 +100,8 @@ def port_if_free(wanted: int) -> int:
 def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -> None:
     """Raise an error if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME matches none of this machine's interfaces.
 
-    gloo accepts exact names. NCCL accepts prefixes, each optionally with a port; after a leading '=', they are exact
-    names, and after a leading '^', they are excluded. Both accept several names, separated by commas.
+    gloo accepts exact names. NCCL accepts prefixes, each optionally with a port; a leading '=' means that the names are
+    exact, and a leading '^' that they are excluded. Both libraries accept several names, separated by commas.
 
     Args:
         environment: the ranks' environment variables.

@@ -34,8 +34,8 @@ def preserved_process() -> Iterator[None]:
     """Restore what a run changes in its process, unless a launcher started the process; also works as a decorator.
 
     This restores signal handlers, the exception hook, the environment, the CPU's random generators and PyTorch's global
-    settings, and destroys the process group. A process that a launcher started belongs to the run: a signal after the
-    end of the run must still reach the run's handlers. If another thread is training or evaluating, this thread waits.
+    settings, and destroys the process group. A process that a launcher started belongs to the run, whose handlers must
+    receive signals even after the run has ended. If another thread is training or evaluating, this thread waits.
 
     Raises:
         UserError: if the process already has a process group.

@@ -21,7 +21,7 @@ from zerovision.training.world.world import World
 SAME_SIGNAL_SECONDS = 1.0  # launchers forward a signal that the terminal has already sent to all processes
 WAIT_POLL_SECONDS = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-FAILED = 1000  # larger than any signal's number: a rank cannot continue, so all ranks stop
+FAILED = 1000  # larger than any signal's number; means that a rank cannot continue, so all ranks stop
 
 
 class StopDecision(NamedTuple):
@@ -34,8 +34,8 @@ class StopDecision(NamedTuple):
 class StopRequest:
     """Collects stop signals on every rank, and reports them to all ranks at the same poll.
 
-    Each poll starts a small all-reduce, and returns the result of the all-reduce that the previous poll started. The
-    ranks therefore learn of a signal one poll late, but never wait for the all-reduce.
+    Each poll starts a small all-reduce, and returns the result of the all-reduce that the previous poll started. Ranks
+    therefore learn of a signal one poll later, but never wait for the all-reduce.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class StopRequest:
         return earlier or self.poll(world).stop_signal
 
     def wait(self, world: World, seconds: float, step: int, *, is_stopping: bool) -> bool:
-        """Wait by rank 0's clock, and return, on all ranks, whether a signal ended the wait; a collective.
+        """Wait as measured by rank 0's clock, and return, on all ranks, whether a signal ended the wait; a collective.
 
         Once a signal has ended the wait, the next signal ends the run immediately. With several ranks, a rank that
         receives that signal ends its own process, because it cannot consult the other ranks.

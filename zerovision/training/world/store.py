@@ -24,10 +24,10 @@ def open_store(
         address: address of the store, on the host of rank 0.
         port: port of the store.
         timeout: how long to wait for other ranks, both now and in every request to the store.
-        run_id: identifier of this start, which is the prefix of all keys, so that processes of another run or start
-            that use the same port do not interfere.
-        is_host: whether this is rank 0, which opens the store. It listens only on this address, whereas PyTorch would
-            listen on all addresses of the host.
+        run_id: identifier of this start, used as the prefix of all keys, so that processes of another run or start that
+            use the same port do not interfere.
+        is_host: whether this is rank 0, which opens the store. The store listens only on this address, whereas
+            PyTorch's store would listen on all addresses of the host.
         is_alone: whether all ranks run on one host.
 
     Raises:

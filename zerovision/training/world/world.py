@@ -86,7 +86,7 @@ class World:
         return World(0, 0, 1, 1, self.device)
 
     def units(self) -> tuple[str, str]:
-        """Return phrases for one unit that reads its own images and for all of them, such as 'GPU' and '4 GPUs'."""
+        """Return phrases for one unit that reads its own images and for all units, such as 'GPU' and '4 GPUs'."""
         unit = "GPU" if self.device.type == "cuda" else "CPU rank"
         ranks = self.size // self.data.size
         one, short = (unit, unit) if ranks == 1 else (f"group of {ranks} {unit}s", "group")
@@ -124,7 +124,7 @@ def start_world(*, deterministic: bool = False) -> World:
     backend, bound_to = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     try:
         rendezvous = _rendezvous(rank, size, is_alone=is_alone)
-        # Given a device, NCCL connects immediately, so connection failures surface here; barriers use this GPU.
+        # Given a device, NCCL connects immediately, so connection failures surface here, and barriers use this GPU.
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **rendezvous)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
@@ -171,7 +171,7 @@ def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
 
 
 def _choose_interface(*, is_alone: bool) -> None:
-    """Set the interface of gloo and NCCL to the one on the route to the master, unless it is already set.
+    """Set the interface of gloo and NCCL to the interface that leads to the master, unless it is already set.
 
     By default, gloo uses the address that the host's own name resolves to: 127.0.1.1 on Debian, or possibly an address
     in a network that the other machines cannot reach. For NCCL, '=name' means exactly this interface; NCCL does not use
@@ -194,13 +194,13 @@ def _configure_libraries(*, deterministic: bool) -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT_OF_NONE)
     # Otherwise, the last bit of MKL's matrix products may depend on the address of a matrix.
     os.environ.setdefault("MKL_CBWR", "AUTO")
-    with contextlib.suppress(RuntimeError):  # there is no home folder
+    with contextlib.suppress(RuntimeError):  # raised if there is no home folder
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path("~/.cache/zerovision/compiled").expanduser()))
     # Otherwise, the profiler's library logs every start, and logs an error if there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     use_exact_fp32()
-    # Let cuDNN choose kernels by its heuristics. Timing all kernels adds up to half a minute to a start, and gained
-    # nothing: see docs/dev/performance.md.
+    # Let cuDNN choose kernels by its heuristics. Timing all kernels adds up to half a minute to the start of a run, and
+    # gained nothing; see docs/dev/performance.md.
     torch.backends.cudnn.benchmark = False
     if deterministic:  # as in https://docs.pytorch.org/docs/stable/notes/randomness.html
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -212,7 +212,7 @@ def _configure_libraries(*, deterministic: bool) -> None:
 def _choose_device(local_rank: int, local_size: int) -> torch.device:
     """Return this rank's GPU; without GPUs, return the CPU, and limit this rank's threads to its share of the cores.
 
-    Without that limit, 2 ranks with 2 threads each on 2 cores took 15 times as long.
+    Without this limit, 2 ranks with 2 threads each took 15 times as long on 2 cores.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error below explains the problem in one line
@@ -255,8 +255,8 @@ def use_exact_fp32() -> None:
 
     TF32 keeps 10 of the 23 mantissa bits (https://docs.pytorch.org/docs/stable/notes/cuda.html), and cuDNN uses it by
     default. Under autocast, nearly every operation that TF32 speeds up runs in 16 bits anyway. This function sets
-    PyTorch's older flags, because torch.compile in 2.11 reads them, and they raise an error once the newer flags
-    (`fp32_precision`) differ. Setting the older flags also sets the newer ones.
+    PyTorch's older flags, because torch.compile in PyTorch 2.11 reads them, and reading them raises an error once the
+    newer flags (`fp32_precision`) differ. Setting the older flags also sets the newer flags.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
