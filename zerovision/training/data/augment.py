@@ -149,8 +149,8 @@ def random_box(
 ) -> Box:
     """Choose a random part of an image, by default 8 to 100 % of its area with an aspect ratio of 3:4 to 4:3.
 
-    The area and the log-uniform aspect ratio are drawn up to 10 times until they fit; if none fits, the result is the
-    largest central part with an allowed aspect ratio. The distribution is that of torchvision's
+    The area and the log-uniform aspect ratio are drawn up to 10 times until they fit; if they never fit, the result is
+    the largest central part with an allowed aspect ratio. The distribution is the same as in torchvision's
     `RandomResizedCrop.make_params`.
 
     Args:

@@ -180,7 +180,7 @@ class SizeRamp:
     last: int
 
     def size(self, epoch: int, full: int) -> int:
-        """Return the side of an epoch's images in pixels: linear from `low` to `full` between `first` and `last`.
+        """Return the side of an epoch's images in pixels, which grows linearly between epochs `first` and `last`.
 
         The side is rounded to the nearest multiple of 32, or of 4 if `full` is below 128 pixels.
         """

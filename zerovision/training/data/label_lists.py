@@ -89,8 +89,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
     """Return the name of the set of labels in each cell of a column.
 
     Labels are separated by ; or |, or by the user's separator. In a cell without any of these, a comma or blanks
-    separate labels if each part is the only label of another image; if that is true of only some parts, the cell is
-    ambiguous.
+    separate labels if every part is also the only label of some image; if only some parts are, the cell is ambiguous.
 
     Args:
         cells: All cells of the column, from `list_in`.

@@ -120,7 +120,10 @@ def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, s
 
 
 def _kinds(names: Sequence[str]) -> dict[str, str]:
-    """Return each name's kind; with extra words, only if the training part and another part share them."""
+    """Return the kind of each name.
+
+    A name with extra words denotes a part only if the training part and another part have the same extra words.
+    """
     found = {name: part_kind(name) for name in names}
     groups: dict[str, set[str]] = defaultdict(set)
     for kind, rest in found.values():

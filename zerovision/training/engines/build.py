@@ -187,12 +187,12 @@ def build_training_model(
                 )
         return tune(built, config.tune)
 
-    # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
+    # One rank per machine goes first and downloads hub weights; the other ranks then find them in the cache.
     built = agreed(lambda: build() if world.local_rank == 0 else None, world) or build()
     if model_spec(config.model_type).whitens_stem and not config.weights:
         agreed(lambda: whiten_stem(built, data, computes=world.is_main), world)
     module = built.module
-    # Before the conversion for several ranks, because only rank 0 counts operations.
+    # Count operations before the conversion for several ranks, because only rank 0 counts them.
     has_one_size = len(data.train.sizes) == 1  # otherwise, no single count applies to all epochs
     flops = TrainingFlops(module, data.train.sizes[0], channels) if world.is_main and has_one_size else None
     if config.sync_batchnorm and world.data.size > 1:

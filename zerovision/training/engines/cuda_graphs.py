@@ -46,7 +46,7 @@ class _Recording(nn.Module):
 
 
 class Recorded:
-    """A network that replays its recording when it is called as it was in the recording.
+    """A network that replays its recording when it is called in the same way as during the recording.
 
     In evaluation, without gradients, and for images of a different shape, the original network runs instead. The
     network's parameters and buffers must stay at their addresses, and its results may depend only on images, weights,

@@ -89,7 +89,7 @@ class FlatBuffers(ABC):
 class SharedMemoryBuffers(FlatBuffers):
     """Buffers in memory that all ranks map: for CPU ranks on one machine, or a single rank on any device.
 
-    Before the caller sums or gathers buffers, it waits for the other ranks, once for all buffers.
+    The caller must wait for the other ranks before it sums or gathers buffers; a single wait covers all buffers.
 
     Args:
         weights: see `FlatBuffers`.

@@ -35,7 +35,7 @@ from zerovision.training.world.collectives import copy_from_main
 VECTOR_ELEMENTS = 32
 # Layers that use their parameters only in a product. Subclasses are excluded: some standardize their weights in fp32.
 CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
-MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial hash of the numbers of the blocks that ran
+MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial hash of the indices of the blocks that ran
 
 
 class Fsdp2:

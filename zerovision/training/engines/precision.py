@@ -1,6 +1,6 @@
 """Precision: the choice of a dtype, autocast around the model, and the dynamic loss scale of fp16.
 
-Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 under every precision; autocast
+Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 at every precision; autocast
 uses bf16 or fp16 for the operations that benefit. The engines' built-in precision modes would cast the weights but not
 BatchNorm's buffers, or check each shard for overflow separately. Each engine therefore receives an fp32 model inside a
 module that runs the model under `torch.autocast`.

@@ -92,7 +92,7 @@ class StopRequest:
             world: the ranks.
             seconds: number of seconds to wait.
             step: the run's current step.
-            is_stopping: whether a signal caused the wait, so that only a second signal ends it.
+            is_stopping: whether a signal caused the wait, so that only a second signal ends the wait.
         """
         if self._most is None:
             self._most = 1 + (len(self._times) if is_stopping else 0)

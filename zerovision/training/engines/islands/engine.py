@@ -13,8 +13,8 @@ this gradient. The results are the outer weights, which are evaluated and export
 own optimizer.
 
 The outer state is stored in the optimizer's state next to the moments, as averages of the weights are, so it is
-sharded, saved and resumed in the same way. With an outer precision of bf16, it also contains the rounding error of an
-island's change, which is added to the next change: error feedback (Karimireddy et al. 2019,
+sharded, saved and resumed in the same way. With an outer precision of bf16, the outer state also contains the rounding
+error of an island's change, which is added to the next change (error feedback; Karimireddy et al. 2019,
 https://arxiv.org/abs/1901.09847).
 """
 
@@ -133,8 +133,8 @@ def number_of_islands(names: Iterable[str]) -> int:
 def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
     """Return a shard under its name in a checkpoint, without the outer state, which island 0 saves.
 
-    In the checkpoint's format, a shard without any moments is a frozen one, so a shard that has no other moments keeps
-    the outer state.
+    In the checkpoint's format, a shard without any moments belongs to a frozen parameter, so a shard that has no other
+    moments keeps the outer state.
     """
     inner = {kind: tensor for kind, tensor in shard.tensors.items() if kind not in (OUTER_WEIGHTS, OUTER_MOMENTUM)}
     has_moments = inner.keys() != {WEIGHTS}

@@ -243,8 +243,8 @@ class PipelineEngine(TorchEngine):
     def run_stage(self, stage: int, inputs: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Run a stage in training.
 
-        The first stage takes the number of a micro-batch, and later stages take a received row. All stages return the
-        row to send, except the last, which returns logits.
+        The first stage takes the number of a micro-batch, and later stages take a received row. The last stage returns
+        logits, and all other stages return the row to send.
         """
         if stage:
             features = self._staged.traced(shape).features[self._staged.cuts[stage - 1]]

@@ -155,7 +155,7 @@ def _runs(world: World) -> bool:
 def measure_pieces(
     network: nn.Module, module: nn.Module, places: Sequence[str], images: torch.Tensor, world: World
 ) -> list[float]:
-    """Return the seconds that a forward pass takes between places, as measured on rank 0; a collective.
+    """Return how many seconds a forward pass takes between places, as measured on rank 0; a collective.
 
     Each time is the minimum over a few runs. Backward is not measured; it takes about twice as long.
 
