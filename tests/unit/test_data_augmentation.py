@@ -26,7 +26,7 @@ from zerovision.training.data.batch_transforms import (
     erased_boxes,
 )
 from zerovision.training.data.datasets import ImageDataset
-from zerovision.training.data.randomness import seed_generators, uniform_draws
+from zerovision.training.data.randomness import seed_global_generators, uniform_draws
 from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.world.preserved_process import preserved_generators
 
@@ -77,7 +77,7 @@ def test_a_policy_is_that_of_its_library(name, jitter):
         bare = ImageDataset(dataset.source, PREPROCESSING, AUGMENTATIONS["crop_flip"], seed=3)
         image = v2.functional.to_pil_image(bare.read(epoch, index, draws) if chosen.crop else IMAGES[index])
         with preserved_generators():
-            seed_generators(3, epoch, index)
+            seed_global_generators(3, epoch, index)
             for step in steps:
                 image = step(image)
         assert torch.equal(ours, v2.functional.pil_to_tensor(image))
@@ -93,7 +93,7 @@ def test_three_augment_is_grey_solarized_or_blurred_in_turn():
     counts, found = [0, 0, 0], []
     with preserved_generators():
         for sample in range(600):
-            seed_generators(0, 0, sample)
+            seed_global_generators(0, 0, sample)
             result = policy(image)
             kind = 0 if torch.equal(result, grey) else 1 if torch.equal(result, solarized) else 2
             counts[kind] += 1
@@ -225,7 +225,7 @@ def test_every_string_for_randaugment_that_is_let_through_works():
         policy = build_policy(augmentation(augmentation="randaugment", randaugment=text), PREPROCESSING)
         with preserved_generators():
             for sample in range(100):
-                seed_generators(0, 0, sample)
+                seed_global_generators(0, 0, sample)
                 assert policy(IMAGES[0]).shape == (3, 32, 32)
 
 
@@ -236,5 +236,5 @@ def test_a_magnitude_of_10_keeps_no_bit_and_ends_no_run():
     chosen = augmentation(augmentation="randaugment", randaugment="rand-m10-n1-p1-inc1")
     policy = build_policy(chosen, PREPROCESSING)
     with preserved_generators():
-        seed_generators(0, 0, 0)
+        seed_global_generators(0, 0, 0)
         assert 0 < sum(not policy(IMAGES[0]).any() for _ in range(150)) < 30

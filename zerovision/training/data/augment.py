@@ -5,7 +5,7 @@ whole batches on the device (see `batch_transforms`). `evaluation_transform` doe
 users of a trained model.
 
 Pillow applies the policies (RandAugment, TrivialAugment, AutoAugment, 3-Augment and color jitter). They draw from the
-global random generators of Python, NumPy and torch; see `randomness.seed_generators`.
+global random generators of Python, NumPy and torch; see `randomness.seed_global_generators`.
 
 Only the center of a thin image is enlarged. Enlarging the shorter side of a 3 x 9000 image to 256 pixels would make the
 longer side 768,000 pixels long (590 MB), just for a center crop of 224 pixels.

@@ -52,15 +52,15 @@ class RandomErasing:
         self._noise_shape = {"const": None, "rand": (1, 1, channels), "pixel": (*sides(size), channels)}[mode]
         self._noise_on: dict[torch.device, torch.Tensor] = {}
 
-    def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
         """Erase rectangles in place.
 
         Args:
             images: float32 [B, C, S, S], normalized, channels_last.
-            epoch: Epoch, which together with `indices` determines what is erased.
-            indices: int64 [B], positions in the data set.
+            epoch: Epoch, which together with `draw_keys` determines what is erased.
+            draw_keys: int64 [B], the `draw_keys` of a `BatchKey`.
         """
-        draws = uniform_draws(self._seed, epoch, indices, ERASING_DRAWS, first=FIRST_ERASING_DRAW)
+        draws = uniform_draws(self._seed, epoch, draw_keys, ERASING_DRAWS, first=FIRST_ERASING_DRAW)
         boxes = erased_boxes(self._size, self._probability, draws)
         if boxes.shape[1] == 0:
             return images
@@ -144,26 +144,26 @@ class BatchTransforms:
         self._factors = [torch.from_numpy(np.tile(values, self.sides[1])).float() for values in factors]
         self._factors_on: dict[torch.device, list[torch.Tensor]] = {}
 
-    def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
         """Transform a batch.
 
         Args:
             images: uint8 or float32 [B, 1 or C, S, S] on any device.
             epoch: Epoch, which determines the augmentation.
-            indices: int64 [B], the `draw_keys` of a `BatchKey`.
+            draw_keys: int64 [B], the `draw_keys` of a `BatchKey`.
 
         Returns:
             float32 [B, C, S, S], channels_last, normalized.
         """
         images = images.permute(0, 2, 3, 1)
         if self.augmentation.shift:
-            return self.from_set(self.with_border(images), np.arange(len(indices)), epoch, indices)
+            return self.from_set(self.with_border(images), np.arange(len(draw_keys)), epoch, draw_keys)
         if self.augmentation.mirror != "off":
-            mirrored = self._is_mirrored(self._draws(epoch, indices), epoch, indices)
-            chosen = torch.from_numpy(np.arange(len(indices)) + len(indices) * mirrored)
+            mirrored = self._is_mirrored(self._draws(epoch, draw_keys), epoch, draw_keys)
+            chosen = torch.from_numpy(np.arange(len(draw_keys)) + len(draw_keys) * mirrored)
             # selecting from both orientations is four times as fast as `torch.where` on bytes
             images = torch.cat([images, images.flip(2)]).index_select(0, to_device(chosen, images.device))
-        return self._finish(images, epoch, indices)
+        return self._finish(images, epoch, draw_keys)
 
     def with_border(self, images: torch.Tensor) -> torch.Tensor:
         """Pad images [N, S, S, 1 or C] with zeros or a reflection, wide enough for the largest shift."""
@@ -174,48 +174,48 @@ class BatchTransforms:
             images = images.index_select(dimension, to_device(reflected, images.device))
         return images
 
-    def from_set(self, bordered: torch.Tensor, positions: np.ndarray, epoch: int, indices: np.ndarray) -> torch.Tensor:
+    def from_set(self, padded: torch.Tensor, positions: np.ndarray, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
         """Take images from a set padded by `with_border`, and transform them.
 
         Args:
-            bordered: uint8 or float32 [N, S + 2 * border, S + 2 * border, 1 or C].
-            positions: int64 [B], positions of the images in `bordered`.
+            padded: uint8 or float32 [N, S + 2 * border, S + 2 * border, 1 or C].
+            positions: int64 [B], positions of the images in `padded`.
             epoch: Epoch, which determines the augmentation.
-            indices: int64 [B], the `draw_keys` of a `BatchKey`.
+            draw_keys: int64 [B], the `draw_keys` of a `BatchKey`.
         """
         if not self.augmentation.shift and self.augmentation.mirror == "off":
-            places = to_device(torch.from_numpy(positions), bordered.device)
-            return self._finish(bordered.index_select(0, places), epoch, indices)
-        draws = self._draws(epoch, indices)
+            places = to_device(torch.from_numpy(positions), padded.device)
+            return self._finish(padded.index_select(0, places), epoch, draw_keys)
+        draws = self._draws(epoch, draw_keys)
         tops, lefts = (draws[:, 1:] * (2 * self.border + 1)).astype(np.int64).T
         # only a few numbers are copied; the device computes the position of every pixel from them
-        chosen = np.stack([positions, tops, lefts, self._is_mirrored(draws, epoch, indices)])
-        images, top, left, mirrored = to_device(torch.from_numpy(chosen), bordered.device).unsqueeze(2)
-        down, along = (torch.arange(side, device=bordered.device) for side in self.sides)
-        rows = images * bordered.shape[1] + top + down
+        chosen = np.stack([positions, tops, lefts, self._is_mirrored(draws, epoch, draw_keys)])
+        images, top, left, mirrored = to_device(torch.from_numpy(chosen), padded.device).unsqueeze(2)
+        down, along = (torch.arange(side, device=padded.device) for side in self.sides)
+        rows = images * padded.shape[1] + top + down
         columns = left + torch.where(mirrored > 0, len(along) - 1 - along, along)
-        pixels = (rows[:, :, None] * bordered.shape[2] + columns[:, None, :]).view(-1)
-        flat = bordered.view(-1, bordered.shape[3])
+        pixels = (rows[:, :, None] * padded.shape[2] + columns[:, None, :]).view(-1)
+        flat = padded.view(-1, padded.shape[3])
         taken = flat.index_select(0, pixels).view(len(positions), *self.sides, -1)
-        return self._finish(taken, epoch, indices)
+        return self._finish(taken, epoch, draw_keys)
 
-    def _draws(self, epoch: int, indices: np.ndarray) -> np.ndarray:
-        return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS)
+    def _draws(self, epoch: int, draw_keys: np.ndarray) -> np.ndarray:
+        return uniform_draws(self.seed, epoch, draw_keys, BATCH_DRAWS)
 
-    def _is_mirrored(self, draws: np.ndarray, epoch: int, indices: np.ndarray) -> np.ndarray:
+    def _is_mirrored(self, draws: np.ndarray, epoch: int, draw_keys: np.ndarray) -> np.ndarray:
         """Return which images to mirror, bool [B], given the epoch's draws.
 
         With "alternate", only the orientation in the first epoch is random; it then changes in every epoch (Jordan,
         "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv:2404.00498).
         """
         if self.augmentation.mirror == "alternate":
-            return (self._draws(0, indices)[:, 0] < 0.5) ^ (epoch % 2 == 1)
+            return (self._draws(0, draw_keys)[:, 0] < 0.5) ^ (epoch % 2 == 1)
         return (draws[:, 0] < 0.5) & (self.augmentation.mirror == "random")
 
-    def _finish(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
+    def _finish(self, images: torch.Tensor, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
         """Normalize images and erase rectangles: uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         images = self._normalise(images)
-        return self._erase(images, epoch, indices) if self.augmentation.erasing else images
+        return self._erase(images, epoch, draw_keys) if self.augmentation.erasing else images
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""

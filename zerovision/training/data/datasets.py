@@ -35,7 +35,7 @@ from zerovision.training.data.class_names import first_names, notes_on_names
 from zerovision.training.data.division import fingerprint
 from zerovision.training.data.images import Images
 from zerovision.training.data.label_lists import LabelSets, make_sets
-from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
+from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_global_generators, uniform_draws
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.image_numbers import BYTES, note_unused_range, statistics
 from zerovision.training.data.reading.sources import ArraySource, FileSource, Source, open_files
@@ -117,9 +117,9 @@ class ImageDataset(Dataset):
         full = self.preprocessing.image_size
         return [full] if self.ramp is None else [*self.ramp.sizes(int(full))]
 
-    def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
-        """Return the random draws that `read` needs; `indices` are int64 [B], the `draw_keys` of a `BatchKey`."""
-        return uniform_draws(self.seed, epoch, indices, CROP_DRAWS, first=FIRST_CROP_DRAW).tolist()
+    def draws(self, epoch: int, draw_keys: np.ndarray) -> list[list[float]]:
+        """Return the random draws that `read` needs; for `draw_keys`, int64 [B], see `BatchKey`."""
+        return uniform_draws(self.seed, epoch, draw_keys, CROP_DRAWS, first=FIRST_CROP_DRAW).tolist()
 
     def read(self, epoch: int, index: int, draws: list[float], offset: int = 0) -> torch.Tensor:
         """Return the image, uint8 or float32 [C, S, S], before `batch_transforms`; may seed the global generators.
@@ -139,7 +139,7 @@ class ImageDataset(Dataset):
             image = self._geometry(self.source.read(index))
         if not self.augmentation.draws_globally:
             return image
-        seed = seed_generators(self.seed, epoch, index + offset)
+        seed = seed_global_generators(self.seed, epoch, index + offset)
         image = image if self._policy is None else self._policy(image)
         own = self.augmentation.function
         return image if own is None else _checked(own(image, np.random.default_rng(seed)), image, own)

@@ -20,7 +20,7 @@ FIRST_CROP_DRAW, FIRST_ERASING_DRAW = 3, 25
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int, first: int = 0) -> np.ndarray:
+def uniform_draws(seed: int, epoch: int, draw_keys: np.ndarray, count: int, first: int = 0) -> np.ndarray:
     """Return `count` independent draws for each sample of an epoch: float64 [B, count], uniform in [0, 1).
 
     The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
@@ -30,13 +30,13 @@ def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int, first:
     Args:
         seed: Seed of the run, at least 0.
         epoch: Number of the epoch.
-        indices: int64 [B], positions in the data set, or the `draw_keys` of a `BatchKey`.
+        draw_keys: int64 [B], positions in the data set, or the `draw_keys` of a `BatchKey`.
         count: Number of draws per sample.
         first: Number of the first draw.
     """
     state = _mix(np.full(1, seed, dtype=np.uint64))
     state = _mix(state + np.uint64(epoch))
-    state = _mix(state + indices.astype(np.uint64))
+    state = _mix(state + draw_keys.astype(np.uint64))
     bits = _mix(state[:, None] + np.arange(first + 1, first + count + 1, dtype=np.uint64) * _GOLDEN_GAMMA)
     return (bits >> np.uint64(11)) * 2.0**-53
 
@@ -49,7 +49,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def seed_generators(seed: int, epoch: int, index: int) -> int:
+def seed_global_generators(seed: int, epoch: int, index: int) -> int:
     """Seed the three global CPU generators for one sample of one epoch; return the 64-bit seed."""
     digest = hashlib.blake2b(f"{seed},{epoch},{index}".encode(), digest_size=8).digest()
     value = int.from_bytes(digest, "little")

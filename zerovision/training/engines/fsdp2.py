@@ -41,8 +41,8 @@ MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial hash of the indices of th
 class Fsdp2:
     """A model with rows of every parameter on each rank of a replica, or whole parameters on a single rank.
 
-    For the methods, see `Zero1`. The optimizer receives plain vectors, because dispatching an operation on a DTensor is
-    many times slower.
+    Between steps, a rank has only its rows of the weights, at stage 2 as at stage 3. The optimizer receives plain
+    vectors, because dispatching an operation on a DTensor is many times slower.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -137,11 +137,11 @@ class Fsdp2:
         return torch.cat(places)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """See `Zero1`."""
+        """Run the network on images [B, C, H, W]; a collective, which gathers weights."""
         return self._network(images)
 
     def begin_backward(self, leaf: int, _stage: int = 0) -> None:
-        """See `Zero1`."""
+        """Prepare for the backward pass of one of this rank's leaves, which are numbered from 0 in each step."""
         self._is_last_leaf = leaf == self._accumulation_steps - 1
         if isinstance(self._module, FSDPModule):
             self._module.set_reshard_after_backward(self._is_last_leaf or self._releases)
@@ -149,7 +149,7 @@ class Fsdp2:
             reduce.leaf = leaf
 
     def end_backward(self, _stage: int = 0) -> None:
-        """See `Zero1`."""
+        """Drop the gradients that a backward leaves behind; until the last leaf, `TreeReduceScatter` has the sums."""
         if self._own_sums is not None:
             self._own_sums.add_leaf(is_last=self._is_last_leaf)
         elif not self._is_last_leaf:  # the last leaf yields the sum
@@ -157,7 +157,11 @@ class Fsdp2:
                 part.parameter.grad = None
 
     def sum_gradients(self) -> torch.Tensor:
-        """See `Zero1`."""
+        """Set the gradients of the optimizer's parameters to the sums over all leaves; a collective.
+
+        Returns:
+            The gradients' sum of squares, float64 []; NaN if ranks ran different blocks.
+        """
         for part in self._parts.values():
             part.take_weights()
         norms = [part.take_gradient() for part in self._parts.values()]
@@ -170,18 +174,18 @@ class Fsdp2:
         return self._sum_of_squares(squares, mark=blocks_run)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """See `Zero1`."""
+        """Multiply the optimizer's gradients by a scalar tensor [] on this rank's device."""
         gradients = [part.trained.grad for part in self._parts.values() if part.trained.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
 
     def share_weights(self) -> None:
-        """See `Zero1`."""
+        """Copy the updated rows into the module, whose next forward gathers them; not a collective."""
         for part in self._parts.values():
             part.give_weights()
 
     def settle(self) -> None:
-        """See `Zero1`."""
+        """Shard all weights again, and set the optimizer's parameters to this rank's rows; not a collective."""
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -189,7 +193,7 @@ class Fsdp2:
             part.take_weights()
 
     def shards(self) -> list[ParameterShard]:
-        """See `Zero1`."""
+        """Return this rank's rows of all parameters, with their optimizer state; not a collective."""
         self.settle()
         shards = []
         for name, parameter in self._parameters.items():

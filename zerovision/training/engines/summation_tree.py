@@ -1,8 +1,8 @@
 """A fixed binary tree for sums of gradients, and norms that are bit-identical on any number of ranks.
 
-A leaf is a micro-batch. A step has L leaves, numbered from 0, and each rank computes a contiguous segment of them. The
-tree pairs neighbors from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node moves up
-unchanged. Floating-point addition is commutative but not associative, so only sums along this tree are guaranteed to be
+A leaf is a micro-batch. A step has L leaves, numbered from 0; `Leaves` says which of them a rank computes. The tree
+pairs neighbors from the leaves up: (0, 1), (2, 3), ..., then the pairs, and so on; an odd last node moves up unchanged.
+Floating-point addition is commutative but not associative, so only sums along this tree are guaranteed to be
 bit-identical.
 
 For a norm, gradients are cut into pieces, each of which belongs to one rank: blocks or rows of a parameter. Every rank
