@@ -49,7 +49,7 @@ def main() -> int:
         return 2
     from zerovision.training.base.run_folder import SCRIPTS, TYPED
 
-    os.environ[TYPED] = verb  # messages then name the command, not a script
+    os.environ[TYPED] = verb  # so that messages name the command, not a script
     if verb == "launch":
         return _launch(words)
     from zerovision.commands import main as run_command

@@ -2,7 +2,7 @@
 
 The result is a multiple of 8 that divides a rank's share of the global batch and has passed a short trial on the run's
 own ranks. The search starts with the smallest candidate, and uses the measured memory and the planner's predictions to
-choose the next one. The training is bit-identical to one with this number as `--batch-size`. If one of several ranks
+choose the next one. Training is bit-identical to a run with this number as `--batch-size`. If one of several ranks
 runs out of memory in a trial, the run exits; its folder records the trial, and the next start continues the search.
 """
 
@@ -60,9 +60,9 @@ class Trial(NamedTuple):
     is_out_of_memory: bool
     """Whether any rank ran out of memory."""
     taken_bytes: int
-    """Peak bytes in addition to those in use before the attempt; if it failed, the peak until then."""
+    """Peak number of bytes on top of those in use before the trial; if the trial failed, the peak up to the failure."""
     room_bytes: int
-    """Bytes that were available to the process."""
+    """Number of bytes that were available to the process."""
 
     @property
     def fits(self) -> bool:
@@ -82,11 +82,11 @@ class Trial(NamedTuple):
 def choose_batch_size(run: Run) -> Run:
     """Return the run with `--batch-size auto` resolved to a number, and a note for the log; a collective.
 
-    A run keeps the number that its first start found, even on a different number of ranks if they can share the global
-    batch evenly. A resumed run takes the number from its checkpoint.
+    A run keeps the number that its first start found, even on a different number of ranks, if those ranks can share the
+    global batch evenly. A resumed run takes the number from its checkpoint.
 
     Raises:
-        UserError: on all ranks, if the ranks cannot share the global batch evenly, or if even 8 images do not fit.
+        UserError: on all ranks, if the ranks cannot share the global batch evenly, or if not even 8 images fit.
         MemoryError: if 8 images do not fit, and `--on-oom adapt` lets the launcher continue with smaller settings.
     """
     config, world = run.config, run.world
@@ -168,7 +168,7 @@ def _search(run: Run, global_batch: int) -> tuple[int, str]:
 def _record(folder: RunFolder, about: dict[str, Any], trials: dict[int, Trial]) -> None:
     """Write the trials into the run's folder."""
     tried = [{"batch_size": size} | found._asdict() for size, found in trials.items()]
-    with contextlib.suppress(OSError):  # e.g. a full disk: a start before the first checkpoint then searches again
+    with contextlib.suppress(OSError):  # e.g. on a full disk: a start before the first checkpoint then searches again
         write_json(folder.path / BATCH_SIZE, about | {"tried": tried})
 
 
@@ -188,7 +188,7 @@ def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
 
 
 def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: Start) -> list[int]:
-    """Return the predicted bytes for each configuration; zeros if the planner cannot predict them."""
+    """Return the predicted number of bytes for each configuration, or zeros if the planner cannot predict it."""
     if start.plan_memory is not None:
         with contextlib.suppress(Exception):  # some networks cannot be analyzed without data: the trials decide
             return start.plan_memory(facts, configs)
@@ -209,7 +209,7 @@ def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
     rooms = gather_objects(memory_room(device, world.local_size), world)
     reset_peak_memory(device)
     with trial(run, TRIAL_FOLDER) as attempt:
-        copy = Snapshot()  # like a checkpoint's, which stays in memory while it is written
+        copy = Snapshot()  # stands for the copy of the state that stays in memory while a checkpoint is written
         copy.take(attempt.state.engine.state(), attempt.state.sums.state())
         plan, epochs = shortened(attempt.plan, STEPS)
         last = config.epochs - 1  # this epoch has the largest images
@@ -243,7 +243,7 @@ def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Sta
 
 
 def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: Start) -> str:
-    """Return a sentence with the first settings down the ladder that are predicted to fit."""
+    """Return a sentence that names the first settings down the ladder that are predicted to fit."""
     ladder, changes = [config], list[dict[str, Any]]([{}])
     while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=facts.has_gpus)) is not None:
         ladder.append(dataclasses.replace(ladder[-1], **rung.changes))

@@ -1,7 +1,7 @@
 """`--learning-rate auto`: tries learning rates in short trials on the run's own ranks before the training.
 
-The trials differ only in the rate, which goes up or down from the default. The training is then the same as with the
-chosen rate as `--learning-rate`.
+The trials differ only in the rate, which goes up or down from the default. The run then trains exactly as if the chosen
+rate had been set with `--learning-rate`.
 
 This is not a range test (Smith 2017, https://arxiv.org/abs/1506.01186, section 3.3), which raises the rate at every
 step of a single run. The loss in a range test depends on the number of steps as much as on the rate, so the test would
@@ -40,19 +40,19 @@ from zerovision.training.trial import (
 from zerovision.training.world.collectives import broadcast_object
 from zerovision.training.world.world import World
 
-TRIAL_STEPS = 300  # per trial; fewer if the run has fewer
-FAR = 5  # a rate that is lower than the default by this factor is called far below it
+TRIAL_STEPS = 300  # per trial, or the number of steps of the run if it has fewer
+FAR = 5  # a rate that is lower than the default by this factor is called far below the default
 TRIAL_FOLDER = "learning-rate-trial"
 
 
 LOWEST, HIGHEST = 1e-6, 1.0  # lowest and highest rate to try
 FACTOR = math.sqrt(10)  # between one rate and the next
-PATIENCE = 2  # rates to try without improvement while no rate has a loss below that of a guess
+PATIENCE = 2  # number of rates to try without improvement as long as no rate has a loss below that of a guess
 FEWEST_STEPS = 20
-CLEARLY = 2.5  # standard errors by which a loss must be lower
-BETTER = 0.02  # share by which a better rate must lower the loss
+CLEARLY = 2.5  # number of standard errors by which a loss must be lower
+BETTER = 0.02  # fraction by which a better rate must lower the loss
 
-Losses = Sequence[float | None]  # of each step, in nats; None or NaN for a step without a loss
+Losses = Sequence[float | None]  # one per step, in nats; None or NaN for a step without a loss
 
 
 def choose_learning_rate(run: Run) -> Run:
@@ -111,7 +111,7 @@ def _search(run: Run) -> tuple[float, str]:
     usual = config.default_rate
     rate, tried = find_rate(usual, LOWEST, HIGHEST, GUESSES[config.loss](max(classes, 2)), measure)
     if world.is_main:
-        with contextlib.suppress(OSError):  # e.g. a full disk: only the file of losses is then missing
+        with contextlib.suppress(OSError):  # e.g. on a full disk: only the file of losses is then missing
             result = describe_search(rate, tried) | {"settings": _settings(config, world)}
             write_json(run.folder.path / LEARNING_RATE, result)
     if rate is None:
@@ -139,7 +139,7 @@ def _train(run: Run) -> list[float | None]:
 def find_rate(
     first: float, lowest: float, highest: float, guess: float, measure: Callable[[float], Losses]
 ) -> tuple[float | None, dict[float, Losses]]:
-    """Return the best rate, or None if even this rate does not lower the loss, and the losses of each rate tried.
+    """Return the best rate (None if even that rate does not lower the loss), and the losses of each rate tried.
 
     From the first rate, the search goes up as long as rates get better; if no higher rate is better, it goes down.
 
@@ -148,7 +148,7 @@ def find_rate(
         lowest: lowest rate to try.
         highest: highest rate to try.
         guess: loss of a uniform guess, in nats. Differences above this loss mean nothing, because a network reaches it
-            by learning to give every image the same answer.
+            by learning to predict the same probabilities for every image.
         measure: function that trains with a rate and returns the losses; each call starts from the same weights and
             uses the same images.
     """
@@ -168,13 +168,13 @@ def find_rate(
 
 
 def final_loss(losses: Losses) -> float:
-    """Return the mean of the last losses; infinity if half or more are missing, as happens if the rate is too high."""
+    """Return the mean of the last losses, or infinity if at least half are missing, as happens with too high a rate."""
     last = _finite(losses[-_few(losses) :])
     return statistics.fmean(last) if 2 * len(last) > _few(losses) else math.inf
 
 
 def first_loss(losses: Losses) -> float:
-    """Return the mean of the first losses; infinity if all of them are missing."""
+    """Return the mean of the first losses, or infinity if all of them are missing."""
     first = _finite(losses[: _few(losses)])
     return statistics.fmean(first) if first else math.inf
 
@@ -212,7 +212,7 @@ def _finite(losses: Losses) -> list[float]:
 
 
 def describe_search(rate: float | None, tried: Mapping[float, Losses]) -> dict[str, Any]:
-    """Return the content of `learning_rate.json`, in which losses that are not finite are null."""
+    """Return the contents of `learning_rate.json`, in which losses that are not finite are null."""
     rows = []
     for tried_rate, losses in sorted(tried.items()):
         numbers = [loss if loss is not None and math.isfinite(loss) else None for loss in (final_loss(losses), *losses)]
@@ -221,5 +221,5 @@ def describe_search(rate: float | None, tried: Mapping[float, Losses]) -> dict[s
 
 
 def in_words(tried: Mapping[float, Losses]) -> str:
-    """Return a text with the final loss of each rate, in ascending order of the rates."""
+    """Return the final loss of each rate as text, in ascending order of the rates."""
     return ", ".join(f"{rate:g}: {final_loss(losses):.3f}" for rate, losses in sorted(tried.items()))

@@ -2,7 +2,7 @@
 
 Without augmentation, an image is the same in every epoch, and so are the features that a frozen network computes from
 it. Each image goes through the network once, in evaluation batches; later batches contain features instead of images.
-The evaluation batches have the training batch size, because the last bits of a kernel's sums may depend on it.
+The evaluation batches have the training batch size, because the last bits of a kernel's sums may depend on that size.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from zerovision.training.loop import forward_all, seed_dropout
 from zerovision.training.steps.carrier import Run
 from zerovision.training.world.collectives import copy_from_main, largest_over_ranks
 
-MOST_DIFFERENCE = 0.01  # relative to the largest number: a wrong dropout rate exceeds it, different rounding does not
+# Relative to the largest number: a wrong dropout rate exceeds this limit, different rounding does not.
+MOST_DIFFERENCE = 0.01
 MOST_ITERATIONS, HISTORY = 5000, 100
 SMALLEST_GRADIENT, SMALLEST_CHANGE = 1e-9, 1e-12  # below these values, L-BFGS stops
-LARGEST_GRADIENT = 1e-5  # above this value, the log says that the optimum was not reached exactly
+LARGEST_GRADIENT = 1e-5  # if the gradient stays above this value, the log says that the optimum was not reached exactly
 
 
 def cache_features(run: Run) -> int:
-    """Make the loaders yield features instead of images, and the model accept both; a collective.
+    """Make the loaders yield features instead of images, and make the model accept both; a collective.
 
     Returns:
         The number of the signal that stopped the computation, or 0.
 
     Raises:
         UserError: on all ranks, if the model has several heads, or a head whose input is not a vector; if the backbone
-            computes different features in training and evaluation; if an image on any rank cannot be read.
+            computes different features in training and evaluation; or if an image on any rank cannot be read.
     """
     config, engine, world, begin = run.config, run.state.engine, run.world.data, time.perf_counter()
     heads = {name.rpartition(".")[0] for name in run.model.built.head_parameter_names}
@@ -97,7 +98,7 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
     The dropout rate is the one with which features and images yield the same result from the same random numbers.
 
     Returns:
-        The remaining difference between these two results, relative to the largest number.
+        The remaining difference between the results from features and from images, relative to the largest number.
     """
     engine, device = run.state.engine, run.world.device
     module, rate = engine.module, 0.0
@@ -113,7 +114,7 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
         return [read.pop().double(), logits.double(), drawn.double()]
 
     module.forward = forward
-    images, cached = (part.flip(0) for part in features.first)  # at other places in the batch
+    images, cached = (part.flip(0) for part in features.first)  # at different places in the batch
     wanted = results(images)
     own = {child.p for child in module.modules() if isinstance(child, nn.Dropout)}
     rates = sorted(own | {0.0, float(getattr(module, "drop_rate", 0.0))})
@@ -136,10 +137,10 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:
-    """Set the head to its optimum, so that only an evaluation remains to be done; a collective.
+    """Set the head to its optimum, so that the run only has to evaluate it; a collective.
 
-    The optimum minimizes the mean cross-entropy plus weight_decay / 2 times the sum of the squared weights without
-    biases, as in scikit-learn's `LogisticRegression` with C = 1 / (weight_decay x images). The problem is convex
+    The optimum minimizes the mean cross-entropy plus weight_decay / 2 times the sum of the squared weights (excluding
+    biases), as in scikit-learn's `LogisticRegression` with C = 1 / (weight_decay x images). The problem is convex
     and has one minimum, which rank 0 computes in float64. Every rank has the same features, so the result does not
     depend on the number of ranks.
 
@@ -147,7 +148,7 @@ def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch
         run: the run.
         head: a linear layer.
         features: the head's input for each training image, [N, D].
-        weights: weights of the images' losses, float32 [N].
+        weights: weight of each image's loss, float32 [N].
 
     Raises:
         UserError: on all ranks, if the head is not a linear layer.
@@ -163,7 +164,7 @@ def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch
     solved = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     if world.is_main:
         inputs = features.detach().cpu().double()
-        # After subtracting their mean, which the bias absorbs, a tenth of the iterations is enough.
+        # Subtracting the features' mean, which the bias absorbs, reduces the number of iterations to a tenth.
         mean = inputs.mean(0) * (len(solved) > 1)
         decay, smoothing = config.weight_decay, config.label_smoothing
         loss, gradient = _minimize(solved, inputs - mean, labels, weights.double(), decay, smoothing)

@@ -25,7 +25,7 @@ GUESSES_ALLOWED = 10
 
 
 def begin_epoch(run: Run) -> None:
-    """Set which parts of the model are trained in the epoch that begins or continues."""
+    """Select the parts of the model to train in the epoch that begins or continues."""
     progress, head_epochs = run.state.progress, run.model.head_epochs
     run.model.freezer.start_epoch(only_head=progress.epoch < head_epochs)
     if progress.epoch == head_epochs > 0 and progress.step == 0:
@@ -121,7 +121,7 @@ def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str
 
 
 def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:
-    """Return the reason why an epoch with these mean losses, in nats, has diverged, or None.
+    """Return the reason why an epoch with these mean losses, in nats, has diverged, or None if it has not.
 
     The losses are compared with the loss of a uniform guess among `choices` possibilities.
     """

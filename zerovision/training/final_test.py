@@ -81,7 +81,7 @@ def judge_test(run: Run) -> None:
 
 
 def _is_due(run: Run) -> bool:
-    """Return whether the folder's weights are those of the best epoch and the test part has yet to be evaluated.
+    """Return whether the folder's weights are those of the best epoch and the test part has not been evaluated yet.
 
     Only rank 0 calls this.
     """

@@ -24,12 +24,13 @@ from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import error_on_any_rank, gather_objects
 from zerovision.training.world.signals import FAILED, StopDecision
 
-# For groups that train independently, whose link may be slower than a step: a poll is awaited only at the next poll.
+# For groups that train independently: communication between groups may take longer than a step, so the result of a poll
+# is awaited only at the next poll.
 STEPS_BETWEEN_POLLS = 10
 
 
 class EpochResult(NamedTuple):
-    """Measurements of one training epoch; `stop_signal` is 0 unless the epoch ended early; see `StopRequest.poll`."""
+    """Measurements of one training epoch; `stop_signal` is 0 unless the epoch ended early (see `StopRequest.poll`)."""
 
     seconds: float
     images_per_second: float
@@ -80,7 +81,7 @@ def note(
 
 
 def _poll(run: Run, position: int, failure: int) -> StopDecision:
-    """Return what the ranks must do after the step at a position; a collective."""
+    """Return what the ranks must do after the step at `position`; a collective."""
     if position % min(run.config.local_steps, STEPS_BETWEEN_POLLS):
         return StopDecision(0, False)
     return run.start.stop.poll(run.world, failure=failure)

@@ -79,7 +79,7 @@ def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
         log(f"memory       keeps decoded images for the next run; to free it: rm -r {cache}")
     if stop_signal:
         sizes = (run.world.size, run.world.local_size)
-        command = launch_command(run.config, *sizes, FIELDS.keys() - {"log_dir"})  # the run has saved all others
+        command = launch_command(run.config, *sizes, FIELDS.keys() - {"log_dir"})  # the run saved all other settings
         log(f"to continue  {line_to_go_on(run.folder.name, command)}")
 
 

@@ -46,7 +46,8 @@ class Rung(NamedTuple):
     Attributes:
         changes: new values of fields of `TrainConfig`, by name.
         cost: what the change saves, and what it costs.
-        batchnorm_images: number of images from which BatchNorm then computes its statistics; 0 if it does not change.
+        batchnorm_images: number of images from which BatchNorm computes its statistics after the change; 0 if the
+            number stays the same.
         start: the configuration before the change.
     """
 

@@ -34,10 +34,10 @@ from zerovision.training.world.world import World
 def before_decay(
     config: TrainConfig, found: FoundCheckpoint | None, world: World
 ) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Return the checkpoint to resume from, and a note for the log if its number of epochs differs; a collective.
+    """Return the checkpoint to resume from, and a note for the log if the number of epochs has changed; a collective.
 
     If the number of epochs has increased, the run goes back to the start of the decay, provided that the schedule up to
-    that point does not depend on the number of epochs. A checkpoint that the user named is kept.
+    that point does not depend on the number of epochs. A checkpoint that the user named is always used as it is.
     """
     epochs = found.manifest.config.get("epochs") if found else None
     if found is None or type(epochs) is not int or not 1 <= epochs <= FIELDS["epochs"].metadata["high"]:
@@ -76,7 +76,7 @@ DATA_SET, NORMALIZATION = "data set", "normalization"  # keys in `Manifest.ident
 
 
 def resolve(run: Run) -> Run:
-    """Find the checkpoint to resume from, and take the settings that a run keeps: preprocessing, batch, threads.
+    """Find the checkpoint to resume from, and apply the settings that a run keeps: preprocessing, batch and threads.
 
     This is a collective.
 
@@ -253,7 +253,7 @@ def check_fit(
         found: the checkpoint.
         config: this run's configuration.
         identity: this run's identity; see `Manifest.identity`.
-        steps_per_epoch: optimizer steps of one epoch of this run.
+        steps_per_epoch: number of optimizer steps per epoch of this run.
         data: this run's data, used to describe differences.
 
     Raises:

@@ -51,7 +51,8 @@ from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world
 
-# Writes a run's evaluation, model card and report, and returns lines for the log; see `end_of_run.leave_files`.
+# A function that writes a run's evaluation, model card and report, and returns lines for the log; see
+# `end_of_run.leave_files`.
 Deliver = Callable[..., list[str]]
 
 
@@ -69,8 +70,8 @@ def run(
         config: configuration of the run.
         start: circumstances of this start, such as the launcher and its stop signals.
         deliver: function that writes the files about a finished run on rank 0; None to write only weights and logs.
-        gpus: number of ranks to start on this machine; these write the same files as with
-            scripts/launch_distributed.sh, and `start` and `deliver` are ignored. With None, the training runs in this
+        gpus: number of ranks to start on this machine; they write the same files as ranks started by
+            scripts/launch_distributed.sh, and `start` and `deliver` are ignored. With None, training runs in this
             process, which may be a launcher's rank.
         raises: whether to raise a user error that is found in this process, instead of printing it.
 
@@ -93,7 +94,7 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
     start.stop.install()
     try:
         world = start_world(deterministic=config.deterministic)
-    except OSError as error:  # a rank did not connect, or belongs to another run
+    except OSError as error:  # a rank did not connect, or belongs to a different run
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     context = mistake = None
@@ -122,7 +123,7 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
         if isinstance(error, (FileServerError, AnotherStartNeededError)):
             print(f"error: {error}", file=sys.stderr, flush=True)
             return FILE_SERVER_EXIT_CODE
-        # The other ranks do not know of this error: closing anything that needs them would wait forever.
+        # The other ranks do not know about this error, so closing anything that needs them would block forever.
         print(known_failure(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1
     start.stop.close()
@@ -195,7 +196,7 @@ def train(context: Run, deliver: Deliver | None = None) -> int:
 
 
 def _resume(context: Run) -> None:
-    """Restore the state from the checkpoint to resume from, unless this is a fresh start; a collective."""
+    """Restore the state from the checkpoint that was found, unless this is a fresh start; a collective."""
     start, loggers = context.start, context.loggers
     found = start.found
     for note in start.notes:
@@ -219,7 +220,7 @@ def _resume(context: Run) -> None:
 def _deliver(context: Run, deliver: Deliver | None, *, has_finished: bool) -> None:
     if deliver is None:
         return
-    # A run without a sound epoch has no weights; a run that went back before its decay may still have earlier ones.
+    # A run in which every epoch diverged has no weights; after a return to the start of the decay, old ones may remain.
     with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
     sources = {name: part.source for name, part in context.data.parts.items()}
     for line in deliver(context.folder, sources, with_card=with_card, with_report=context.config.report):

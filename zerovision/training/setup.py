@@ -128,8 +128,8 @@ def _compiles(run: Run) -> bool:
     """Return whether to compile the model, with the same answer on all ranks; a collective."""
     config, data = run.config, run.data
     pixels = config.epochs * len(data.train) * math.prod(data.train.preprocessing.sides)
-    # Not if images go through the model twice: the first pass would be a different network, with different dropout.
-    # Not if the model is cut into stages, which end in the middle of a forward, or if ranks share its layers.
+    # Do not compile if images go through the model twice (the first pass would be a different network, with different
+    # dropout), if the model is cut into stages, which end in the middle of a forward pass, or if ranks share layers.
     return (
         not run.task.compares
         and config.features == "computed"  # otherwise nothing is left to compile
@@ -168,13 +168,13 @@ def _tuned(run: Run) -> RunModel:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The properties of a run on which predictions about it depend.
+    """The properties of a run on which predictions of its memory use depend.
 
     Attributes:
         config: settings, with the resolved precision and number of image channels.
         classes: number of classes.
         image_size: size of the training images, in pixels.
-        ranks: number of ranks that share one training state: all, or those of an independent group.
+        ranks: number of ranks that share one training state: all ranks, or those of one independent group.
         ranks_per_machine: number of these ranks on each machine.
         has_gpus: whether the ranks use GPUs.
     """

@@ -42,11 +42,11 @@ from zerovision.training.steps.watch import every_step, guard_of
 from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
 
-MOST_BAD_STEPS = 10  # non-finite steps in a row after which a trial ends
+MOST_BAD_STEPS = 10  # number of consecutive non-finite steps after which a trial ends
 
 
 def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, Any]:
-    """Return the conditions of a trial's result as JSON values: the recipe, the data, and other settings and facts."""
+    """Return what a trial's result depends on, as JSON values: the recipe, the data, and other settings and facts."""
     names = FIELDS.keys() - CHANGEABLE_ON_RESUME | {"data", "data_root", *more}
     return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)} | facts))
 
@@ -99,12 +99,12 @@ def free_memory(world: World) -> None:
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError):  # only glibc has it
+    with contextlib.suppress(AttributeError):  # only glibc has this function
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
-    """Return a plan and its number of epochs: at least `steps` steps in as few epochs as possible, all equally long."""
+    """Return a shortened plan and its number of epochs: at least `steps` steps in as few equal epochs as possible."""
     epochs = math.ceil(steps / plan.steps_per_epoch)
     most = math.ceil(steps / epochs) * plan.global_batch
     return dataclasses.replace(plan, num_samples=min(plan.num_samples, most)), epochs
@@ -134,7 +134,8 @@ def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) 
 
     Args:
         run: the run built by `trial`, with a plan from `shortened`.
-        numbers: indices of the epochs whose images are used, as many from each epoch as the plan contains.
+        numbers: indices of the epochs to take images from; each contributes as many images as one epoch of the
+            shortened plan.
         only_head: whether to train only the head.
 
     Raises:
@@ -159,8 +160,10 @@ def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) 
     return kept
 
 
-STEPS = 5  # of each pass; the set-up work of the first one is not counted
-OF_EVALUATION = 0.5  # share of a training step's time for as many images: no backward, but image files are read whole
+STEPS = 5  # per pass; the set-up work of the first step is not counted
+# Time to evaluate as many images as in a training step, relative to the time of that step: there is no backward pass,
+# but image files are read whole.
+OF_EVALUATION = 0.5
 END_SECONDS = 6.0  # from the last epoch to the end, for writing the files about the run
 TRIAL_FOLDER = "time-trial"
 
@@ -190,7 +193,7 @@ def limit_epochs(run: Run) -> Run:
 
 
 def _epoch_seconds(run: Run) -> tuple[float, float]:
-    """Return the duration in seconds of the first epoch, with the final test, and of each later epoch; a collective."""
+    """Return the seconds that the first epoch takes, including the final test, and each later epoch; a collective."""
     passes, data = list[float](), run.data
     with trial(run.changed(ema=0.0), TRIAL_FOLDER) as attempt:
         plan, _ = shortened(attempt.plan, min(STEPS, attempt.plan.steps_per_epoch))
