@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 OLD_LIMIT = "memory.limit_in_bytes"  # file of the memory limit under version 1
-# A process's own memory limits, and for each the line of /proc/self/status that counts toward it.
+# A process's own memory limits, each with the line of /proc/self/status that counts toward it.
 OWN_LIMITS = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -49,7 +49,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """Return the CPU seconds per second that the control groups allow, over all cores; inf without a quota.
+    """Return the CPU seconds per second that the control groups allow, over all cores, or inf without a quota.
 
     Args:
         root: folder that contains /proc and /sys.
@@ -61,13 +61,13 @@ def cpu_quota(root: Path = ROOT) -> float:
                 quota, period = map(int, path.read_text().split())
             else:
                 quota, period = (int(path.with_name(f"cpu.cfs_{kind}_us").read_text()) for kind in ("quota", "period"))
-            if quota > 0 and period > 0:  # -1: none
+            if quota > 0 and period > 0:  # a quota of -1 means no limit
                 quotas.append(quota / period)
     return min(quotas)
 
 
 def quota_note(root: Path = ROOT) -> str:
-    """Return a phrase about a CPU quota that is smaller than this process's number of cores; '' without such a quota.
+    """Return a phrase about a CPU quota that is smaller than this process's number of cores, or '' if there is none.
 
     Args:
         root: folder that contains /proc and /sys.
@@ -87,7 +87,7 @@ def usable_memory(root: Path = ROOT) -> int:
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Return the free memory in bytes, within the control groups' limits; the kernel's file cache counts as free.
+    """Return the free memory in bytes, within the control groups' limits; the kernel's file cache is counted as free.
 
     Args:
         root: folder that contains /proc and /sys.
@@ -101,7 +101,7 @@ def free_memory(root: Path = ROOT) -> int:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield each memory limit in bytes that this process's control groups set, and its file."""
+    """Yield each memory limit, in bytes, that this process's control groups set, and the file with the limit."""
     for name in ("memory.max", "memory.high"):  # above memory.high, the kernel slows processes down to a halt
         for path in group_files("memory", name, OLD_LIMIT, root):
             with contextlib.suppress(OSError, ValueError):  # no such group, or 'max'
@@ -137,7 +137,7 @@ def oom_kills(root: Path = ROOT) -> int:
 
 
 def limit_threads() -> None:
-    """Limit PyTorch's threads in this process to the usable cores, because PyTorch ignores quotas."""
+    """Limit the number of PyTorch's threads to the number of usable cores, because PyTorch ignores quotas."""
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))

@@ -1,7 +1,7 @@
 """User errors, exit codes, and the printing of untrusted text.
 
-Every user mistake raises a `UserError`: one line with what was given, what is allowed and what to type. The entry
-scripts print it and exit with code 2, without a traceback.
+Every user mistake raises a `UserError`: one line that says what was given, what is allowed and what to type. The entry
+scripts print this line and exit with code 2, without a traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JOINERS = "\u200c\u200d"  # join letters in Persian and Indic scripts, and emoji
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would interpret: control characters, line breaks, changes of text direction.
+    """Escape everything that a terminal would interpret: control characters, line breaks, changes of text direction.
 
     Class names, file names and metadata come from outside and may contain anything.
     """
@@ -65,14 +65,14 @@ class UserError(Exception):
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' with the names that begin with the given name, or else the most similar name.
+    """Return ' Did you mean ...?' with the names that begin with the given name, or with the most similar name.
 
     Args:
         given: the unknown name.
         allowed: the known names.
 
     Returns:
-        The question; '' if no name is similar.
+        The question, or '' if no name is similar.
     """
     names = {name.lower().lstrip("-"): name for name in allowed}
     word = given.lower().lstrip("-")
@@ -82,7 +82,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, given: str, allowed: Iterable[str], hint: str = "") -> UserError:
-    """Build the error for an unknown name: what was given, what other trainers mean by it, and all allowed names.
+    """Build the error for an unknown name: what was given, what the name means in other trainers, and what is allowed.
 
     Args:
         kind: kind of name.
@@ -104,7 +104,7 @@ def names_elsewhere() -> dict[str, Any]:
 
 
 def plain(word: str) -> str:
-    """Normalize a name for comparison: lower case, '-' for '_', no leading dashes, no section as in Lightning."""
+    """Normalize a name for comparison: lower case, '-' for '_', no leading dashes, no section such as `trainer.`."""
     return word.lower().replace("_", "-").lstrip("-").rpartition(".")[2]
 
 
@@ -130,7 +130,7 @@ def ours(word: str, here: Collection[str], kind: str = "") -> str:
 
 
 class AgreedError(UserError):
-    """A mistake that every rank raises at the same point; only rank 0 prints it."""
+    """A user error that every rank raises at the same point; only rank 0 prints it."""
 
 
 class FileServerError(Exception):
@@ -139,7 +139,7 @@ class FileServerError(Exception):
     Args:
         path: path to the file or folder.
         reason: the system's message.
-        seconds: how long reading was retried.
+        seconds: number of seconds for which reading was retried.
     """
 
     def __init__(self, path: str, reason: str, seconds: float) -> None:
@@ -158,7 +158,7 @@ class AnotherStartNeededError(Exception):
 
 
 class RunEnded(Exception):
-    """The run cannot continue: every rank raises this and exits with the code, and rank 0 prints the message.
+    """The run cannot continue: every rank raises this and exits with `exit_code`, and rank 0 prints the message.
 
     Attributes:
         exit_code: the exit code of every rank.

@@ -25,15 +25,16 @@ from zerovision.training.base.errors import UserError
 
 # name, owner, kind: .model.safetensors.node01+4026531836+4711+99887766.tmp
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
-# safetensors 0.8 writes to a name like this next to its target, then renames the file, which a kill leaves behind.
+# safetensors 0.8 writes to a file with such a name next to its target, then renames the file. If the process is killed,
+# the file remains.
 _OF_SAFETENSORS = re.compile(r"\.tmp[A-Za-z0-9]{6}")
-SECONDS_OF_OTHERS = 86400.0  # after this long without a change, another machine's files count as abandoned
+SECONDS_OF_OTHERS = 86400.0  # after this long without a change, another machine's files are considered abandoned
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # fsync errors: folders on CIFS, some FUSE servers
 LOOK_SECONDS = 0.1
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of entries, is on disk, if the file system supports that."""
+    """Wait until a file's contents, or a folder's entries, are on disk, if the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,7 +47,7 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def errors_of_writing(place: Path, cure: str = "") -> Iterator[None]:
-    """Convert an OSError to a UserError that says that `place` cannot be written, or that another file failed.
+    """Convert an OSError to a UserError that says that `place` cannot be written, or that a different file failed.
 
     Args:
         place: the file or folder to write.
@@ -62,7 +63,7 @@ def errors_of_writing(place: Path, cure: str = "") -> Iterator[None]:
 
 
 def _is_of(place: Path, file: Path) -> bool:
-    """Return whether writing `place` involves `file`: a file inside it, a folder above it, or an unfinished version."""
+    """Return whether `file` is `place`, inside it, one of its parent folders, or an unfinished version of it."""
     if file in place.parents:
         return True
     below = file.relative_to(place.parent).parts if file.is_relative_to(place.parent) else ("",)
@@ -77,7 +78,7 @@ def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> It
 
     Args:
         path: the file to replace.
-        durable: whether to wait until the new content, and then its name, are on disk.
+        durable: whether to wait until the new contents, and then the new name, are on disk.
         follows: whether to keep a symbolic link and replace the file that it points to; anything that is not a regular
             file, such as `/dev/null`, is written directly.
     """
@@ -100,7 +101,7 @@ def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> It
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `folder` to fill; it replaces `folder` if the block ends without an error.
+    """Yield an empty folder next to `folder`; it replaces `folder` if the block ends without an error.
 
     If `folder` is a symbolic link, the folder that it points to is replaced.
     """
@@ -123,8 +124,9 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 def replacing_by_library(path: Path) -> Iterator[Path]:
     """Yield a path for a library to write to; the file durably replaces `path` if the block ends without an error.
 
-    The yielded path is in a separate folder, so that the leftovers of a killed library are removed with the folder; see
-    `remove_leftovers`. The file gets the permissions of any new file (umask, ACLs), whatever the library sets.
+    The yielded path is in a separate folder, so that everything that a killed process leaves there is removed with the
+    folder; see `remove_leftovers`. The file gets the permissions of any new file (umask, ACLs), no matter what the
+    library sets.
     """
     folder = unfinished(path, "tmp")
     folder.mkdir(exist_ok=True)
@@ -151,7 +153,7 @@ def unfinished(path: Path, kind: str) -> Path:
 
 
 def check_renames(folder: Path) -> None:
-    """Try the renames that every save needs: a folder with a file in it, and a file over another; leave nothing behind.
+    """Try the renames that every save needs (a folder that contains a file, a file onto a file); leave nothing behind.
 
     Raises:
         OSError: if the file system, such as a mounted object store, does not support these renames.
@@ -170,8 +172,8 @@ def check_renames(folder: Path) -> None:
 def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bool = False) -> None:
     """Remove the unfinished files and folders of dead processes from a folder.
 
-    Whether a process is alive is visible only on its own machine and in its own container. A folder that was moved
-    aside for a replacement that never came gets its name back.
+    Whether a process is still running is visible only on its own machine and in its own container. A folder that was
+    moved aside for a replacement that never came gets its name back.
 
     Args:
         folder: the folder to clean up.
@@ -207,13 +209,13 @@ def _is_recent(path: Path) -> bool:
 def _is_being_written(path: Path) -> bool:
     """Return whether a process has the file open, as safetensors does while it writes.
 
-    A recent file of another user counts as open, because that user's processes are not visible.
+    A recent file of another user is considered open, because that user's processes are not visible.
     """
     facts = path.stat()
     if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):
         return True
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # already closed, or another user's
+        with contextlib.suppress(OSError):  # already closed, or owned by another user
             if os.path.samestat(descriptor.stat(), facts):
                 return True
     return False
@@ -227,7 +229,7 @@ def process_space() -> str:
 
 
 def process_start_ticks(pid: str) -> str:
-    """Return when a process started, in clock ticks since boot; '' if no process has that id."""
+    """Return a process's start time in clock ticks since boot, or '' if no process has that id."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
@@ -250,11 +252,11 @@ def leave_mark(folder: Path) -> Path:
 
 
 def sees_mark(mark: Path, seconds: float) -> bool:
-    """Return whether another machine's mark exists, or appears within this many seconds.
+    """Return whether another machine's mark exists, or appears within `seconds`.
 
-    The client of a network file system may cache for a while that a file does not exist. It queries the server again
-    when a folder is opened (close-to-open consistency, nfs(5)), so the mark's folder and its parent are opened before
-    each check.
+    The client of a network file system may cache for a while that a file does not exist. The client queries the server
+    again when a folder is opened (close-to-open consistency, nfs(5)), so the mark's folder and its parent are opened
+    before each check.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -269,7 +271,7 @@ def sees_mark(mark: Path, seconds: float) -> bool:
 
 
 LARGEST_BYTES = 2**20
-# Characters that begin a formula, including white space that a spreadsheet strips, and the full-width forms in Chinese
+# Characters that begin a formula, including whitespace that a spreadsheet strips, and the full-width forms in Chinese
 # and Japanese input: https://owasp.org/www-community/attacks/CSV_Injection
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 
@@ -279,7 +281,7 @@ def read_small_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
 
     Raises:
         OSError: if the file is missing, unreadable, not a regular file, or larger than `largest_bytes`.
-        ValueError: if it is not UTF-8.
+        ValueError: if the file is not UTF-8.
     """
     # without O_NONBLOCK, opening a named pipe without a writer blocks
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as stream:
@@ -292,7 +294,7 @@ def read_small_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file's content, in hexadecimal."""
+    """Return the sha256 of a file's contents, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -7,7 +7,7 @@ The launcher creates the folder and passes its path in `FOLDER_VARIABLE`. The fo
     run-name          the run's name, for a restart
     checkpoint        the position of the newest checkpoint saved since the last start
     owner             the mark of the launch, locked by the process that created the folder
-    success           written by rank 0 when training is done; without it, an exit code of 0 counts as a failure
+    success           written by rank 0 when training is done; without this file, an exit code of 0 means a failure
 
 No rank ever fails because of this folder: a file that cannot be written is skipped. The folder is also the ranks'
 TMPDIR, so that the temporary files of a killed process are removed with it.
@@ -32,18 +32,18 @@ from pathlib import Path
 from zerovision.training.base.files import replacing
 
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"
-LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # set for every process that one launch starts; survives re-parenting
+LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # set for every process that a launch starts; survives re-parenting
 CALLER_VARIABLE = "ZEROVISION_CALLER"  # id of the launcher's caller; if it dies, the launcher stops the ranks
-RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # how often this launch has been restarted: 0 at the first start
-RUN_ID_VARIABLE = "ZEROVISION_RUN_ID"  # identifies one start: prefix of keys in its ranks' store
+RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # number of times that this launch has been restarted: 0 at the first start
+RUN_ID_VARIABLE = "ZEROVISION_RUN_ID"  # identifies one start; prefix of the keys in its ranks' store
 RUN_NAME, CHECKPOINT, SUCCESS = "run-name", "checkpoint", "success"
 ENDED = "ended"  # the phase in a rank's last heartbeat
 RECORD_BYTES = 512
 CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
-LONGEST_NAME = 80  # characters of a phase or a host, so that a record fits into its bytes
+LONGEST_NAME = 80  # characters of a phase or a host name, so that a heartbeat fits into its record
 PR_SET_PDEATHSIG = 1
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
-LEAVE_SECONDS = 60.0  # how long a rank that has ended may wait for the reader of its output
+LEAVE_SECONDS = 60.0  # how long a rank that has finished may wait for the reader of its output
 SLOW_IMPORT_S = 300.0  # for a thousand ranks that import torch from one network disk at the same time
 
 
@@ -60,7 +60,7 @@ class Heartbeat:
         time: wall-clock time, in seconds since 1970.
         monotonic: `time.monotonic` of this machine, in seconds.
         allowed_s: seconds within which the next heartbeat is due.
-        exit_code: the rank's exit code, in its last heartbeat; None in others.
+        exit_code: the rank's exit code, in its last heartbeat; None in all others.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Heartbeat:
 
 
 def beat_of(record: bytes) -> Heartbeat | None:
-    """Return the heartbeat in a record; None if it was read during a write."""
+    """Return the heartbeat in a record, or None if the record was read during a write."""
     text, checksum = record[:-CHECKSUM_BYTES], record[-CHECKSUM_BYTES:]
     return Heartbeat(**json.loads(text)) if checksum == b"%08x\n" % zlib.crc32(text) else None
 
@@ -94,12 +94,12 @@ class HeartbeatWriter:
         Args:
             folder: the launch's folder; with None, for a start without our launcher, every method does nothing.
             rank: this rank's number.
-            hang_timeout_s: seconds without a heartbeat after which the rank counts as hung, unless its last heartbeat
-                sets another limit.
+            hang_timeout_s: seconds without a heartbeat after which the rank is considered hung, unless its last
+                heartbeat sets a different limit.
         """
         self._folder, self._rank, self._hang_timeout_s = folder, rank, hang_timeout_s
         self._host = socket.gethostname()[:LONGEST_NAME]
-        self._stacks: TextIOWrapper | None = None  # faulthandler writes to its descriptor: it must stay open
+        self._stacks: TextIOWrapper | None = None  # faulthandler writes to its descriptor, so it must stay open
         self._descriptor = -1
         if folder is not None:
             self._file = folder / f"rank-{rank}.json"
@@ -137,7 +137,7 @@ class HeartbeatWriter:
         self._replace(CHECKPOINT, str(position))
 
     def succeeded(self) -> None:
-        """On rank 0, mark the training as done: only then does an exit code of 0 mean success."""
+        """On rank 0, mark training as done; without this mark, an exit code of 0 does not mean success."""
         if self._rank == 0:
             self._replace(SUCCESS, "")
 
@@ -175,14 +175,14 @@ def stack_path(folder: Path, rank: int) -> Path:
 
 
 def end_with_parent(parent: int = 0) -> None:
-    """Request a SIGTERM for this process when its parent dies; does nothing without prctl.
+    """Request a SIGTERM for this process when its parent dies; do nothing without prctl.
 
     Call this only in processes that a launcher started; otherwise a process would end with its shell. The kernel sends
     the signal when the parent's *thread* that created this process ends, so launchers create ranks in their main
     thread.
 
     Args:
-        parent: the parent's process id, 0 if unknown.
+        parent: the parent's process id, or 0 if unknown.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -192,12 +192,12 @@ def end_with_parent(parent: int = 0) -> None:
 
 
 def end_with_caller() -> None:
-    """Call `end_with_parent` for the process that `CALLER_VARIABLE` names, if it is set."""
+    """Call `end_with_parent` for the process that `CALLER_VARIABLE` names, if the variable is set."""
     if caller := os.environ.pop(CALLER_VARIABLE, ""):
         end_with_parent(int(caller))
 
 
 def _process_1_started_us() -> bool:
-    """Return whether process 1 is the launcher, as in a container; its command line then contains our script's name."""
+    """Return whether process 1 is the launcher, as in a container, whose command line contains our script's name."""
     script = os.fsencode(Path(sys.argv[0]).name)
     return bool(script) and script in Path("/proc/1/cmdline").read_bytes()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from zerovision.training.base.errors import UserError
 
-# A socket's path may have 107 bytes; multiprocessing appends '/pymp-12345678/listener-12345678' to the folder.
+# A socket's path may have at most 107 bytes; multiprocessing appends '/pymp-12345678/listener-12345678' to the folder.
 LONGEST_PLACE = 107 - 32
 SAFE_PATH = "PYTHONSAFEPATH"
 OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
@@ -32,7 +32,7 @@ def current_folder_kept_out() -> Iterator[None]:
 
 
 def socket_place(subfolder: str = "") -> str:
-    """Return the folder for temporary files, or another one if its path is too long for sockets.
+    """Return the folder for temporary files, or a different folder if its path is too long for sockets.
 
     Args:
         subfolder: name of the subfolder for the sockets.

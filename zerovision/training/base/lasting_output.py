@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from zerovision.training.base.errors import UserError
 
 KEEP_UP_SECONDS = 0.5  # longest wait for a write
-MOST_WAITING = 16 * 2**20  # bytes that are buffered for standard output, and for standard error
+MOST_WAITING = 16 * 2**20  # most bytes to buffer for standard output, and for standard error
 
 
 class ReaderGone(Exception):
@@ -43,8 +43,8 @@ class _LastingFile(io.FileIO):
 class _UnhurriedFile(_LastingFile):
     """A `_LastingFile` that is not blocked by its reader, such as a paused terminal (Ctrl-S) or a full pipe.
 
-    A thread does the writing. While it keeps up, each write waits for it, so output normally appears immediately and in
-    order. If the thread falls behind, the last `MOST_WAITING` bytes are kept in memory.
+    A thread does the writing. As long as the thread keeps up, each write waits for it, so output normally appears
+    immediately and in order. If the thread falls behind, the last `MOST_WAITING` bytes are kept in memory.
     """
 
     def __init__(self, descriptor: int, mode: str, *, closefd: bool) -> None:
@@ -52,7 +52,7 @@ class _UnhurriedFile(_LastingFile):
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes, self._left_out_bytes, self._keeps_up = 0, 0, True
         self._changed = threading.Condition()
-        self._process = 0  # the process that has the thread: a fork does not have it
+        self._process = 0  # the process in which the thread runs; a fork does not copy the thread
         with contextlib.suppress(RuntimeError):  # too many threads: everything is written directly
             threading.Thread(target=self._write_waiting, daemon=True).start()
             self._process = os.getpid()
@@ -65,7 +65,7 @@ class _UnhurriedFile(_LastingFile):
             self._waiting.append(content)
             self._waiting_bytes += len(content)
             while self._waiting_bytes > MOST_WAITING and len(self._waiting) > 1:
-                self._left_out_bytes += len(self._waiting[1])  # the first one is being written
+                self._left_out_bytes += len(self._waiting[1])  # the first entry is being written
                 self._waiting_bytes -= len(self._waiting[1])
                 del self._waiting[1]
             self._changed.notify_all()
@@ -111,14 +111,14 @@ def outlast_readers() -> None:
 
 
 def _finish_at_exit() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # handled until now: from here on, they end the wait
+    for number in (signal.SIGINT, signal.SIGTERM):  # they were handled until now; from here on, they end the wait
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     finish_output(None)
 
 
 def finish_output(seconds: float | None) -> None:
-    """Before the process ends, wait until standard output and error are written, at most `seconds` for each."""
+    """Before the process ends, wait until standard output and error are written, up to `seconds` for each."""
     for stream in (sys.stdout, sys.stderr):
         file = getattr(getattr(stream, "buffer", None), "raw", None)
         if isinstance(file, _UnhurriedFile):

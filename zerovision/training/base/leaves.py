@@ -2,8 +2,8 @@
 
 A step has R x A leaves, on R ranks with A micro-steps each. The assignment does not change a bit of the sum, so the
 most efficient one is used. If a rank keeps whole gradients, its leaves are neighbors: the rank adds their gradients and
-sends one sum. If a rank keeps a part of the gradients, the leaves of each micro-step are neighbors: the part is added
-after every micro-step.
+sends one sum. If a rank keeps a part of the gradients, the leaves of each micro-step are neighbors: that part of their
+gradients is added after every micro-step.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from zerovision.training.base.errors import UserError, one_line, shown
 FLAG = "--plugin"
 USAGE = "A Python file that adds networks, augmentations and so on, as in examples/; may be repeated."
 IN_FILES = "plugins"  # key in weights files for the result of `names_of`
-DIGITS = 16  # of the sha256, enough to detect that a file has changed
+DIGITS = 16  # number of digits of the sha256, enough to detect that a file has changed
 _LOADED: dict[str, str] = {}  # FILE@SHA256 by module name
 
 
@@ -53,7 +53,7 @@ def _load(file: str) -> str:
 
 
 def _import(name: str, path: Path, content: bytes, given: str) -> None:
-    """Execute a file's content as a module that can be imported by name."""
+    """Execute the contents of a file as a module that can be imported by name."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
         raise UserError(f"{FLAG} {given}: expected a file that ends with .py.")
@@ -74,17 +74,17 @@ def files_in(words: Sequence[str]) -> str:
 
 
 def names_of(files: str) -> list[str]:
-    """Return `NAME@SHA256` for each file that `load_plugins` returned, without its folder."""
+    """Return `NAME@SHA256`, without folders, for each file in a result of `load_plugins`."""
     return [os.path.basename(file) for file in files.split(",") if file]
 
 
 def loaded() -> str:
-    """Return the files loaded so far, in the form of `load_plugins`."""
+    """Return the files loaded so far, in the form that `load_plugins` returns."""
     return ",".join(_LOADED.values())
 
 
 def require_plugins(what: str, needed: Iterable[Any]) -> list[str]:
-    """Check that plug-ins with these names are loaded; return those whose content has changed.
+    """Check that plug-ins with these names are loaded; return the loaded plug-ins whose contents have changed.
 
     Raises:
         UserError: if a plug-in is not loaded.
@@ -99,7 +99,7 @@ def require_plugins(what: str, needed: Iterable[Any]) -> list[str]:
 
 
 class LoadedPlugins:
-    """Represents the plug-ins loaded in this process; another process that unpickles it loads the same files."""
+    """Represents the plug-ins loaded in this process; a process that unpickles an instance loads the same files."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_plugins, (loaded(),)

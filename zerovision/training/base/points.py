@@ -1,4 +1,4 @@
-"""The numbers that a run logs, their lines of text, and the interface of the loggers."""
+"""The numbers that a run logs, the lines of text that show them, and the interface of the loggers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ LONGEST_CLASS_NAME = 40
 
 
 def show_score(name: str, value: float) -> str:
-    """Format a score of `SCORE_NAMES`: the loss as a number, any other as a percentage."""
+    """Format a score of `SCORE_NAMES`: the loss as a number, any other score as a percentage."""
     return f"{value:.4f}" if name == "loss" else percent(value)
 
 
 def says_top5(classes: int, task: str) -> bool:
-    """Return whether to show top-5, which is always 100 % with at most 5 classes, and meaningless with several labels.
+    """Return whether to show top-5.
+
+    Top-5 is always 100 % with up to 5 classes, and meaningless with several labels per image.
 
     Args:
         classes: number of classes.
@@ -48,7 +50,7 @@ def says_top5(classes: int, task: str) -> bool:
 
 
 def has_top5(scores: Mapping[str, Any]) -> bool:
-    """Apply `says_top5` to the scores in a file."""
+    """Return the result of `says_top5` for the scores in a file."""
     return says_top5(len(scores["classes"]), scores.get("task", ""))
 
 
@@ -66,7 +68,7 @@ def score_in(epoch: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def best_epoch(epochs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the line of the best epoch, None if no score is a number; for ties, see `Progress.is_beaten_by`."""
+    """Return the line of the best epoch, or None if no score is a number; for ties, see `Progress.is_beaten_by`."""
     lines = (line for line in epochs if not line.get("diverged"))
     ranked = ((merit(*score_in(line)), merit("loss", line.get("val_loss")), -line["epoch"], line) for line in lines)
     best = max(ranked, key=lambda one: one[:3], default=(-math.inf, 0.0, 0, None))
@@ -77,9 +79,9 @@ class DeviceUse(NamedTuple):
     """Memory of rank 0, and utilization of the devices; None for unknown values.
 
     Attributes:
-        memory_bytes: peak memory: of tensors on a GPU, resident memory on a CPU.
-        memory_allocated_bytes: current memory: of tensors on a GPU, resident memory on a CPU.
-        memory_reserved_bytes: memory that PyTorch has reserved on a GPU, None on a CPU.
+        memory_bytes: peak memory, of tensors on a GPU, or resident memory on a CPU.
+        memory_allocated_bytes: current memory, of tensors on a GPU, or resident memory on a CPU.
+        memory_reserved_bytes: memory that PyTorch has reserved on a GPU; None on a CPU.
         tflops_per_second: floating-point operations of the model per second and rank, in units of 10**12.
         mfu: model FLOPs utilization as in PaLM (arXiv 2204.02311, appendix B): `tflops_per_second` as a share of the
             device's 16-bit peak, for any training precision.
@@ -124,7 +126,7 @@ class StepPoint:
 
     @property
     def step_of_epoch(self) -> int:
-        """The step within its epoch, from 1."""
+        """The step within its epoch, counted from 1."""
         return (self.step - 1) % self.steps_per_epoch + 1
 
 
@@ -137,7 +139,7 @@ class EpochPoint:
         train_top1: training accuracy over the applied steps; None if no step was applied.
         data_wait_share: share of the time spent waiting for data, averaged over the ranks.
         memory_bytes_per_rank: peak memory of each rank; see `DeviceUse.memory_bytes`.
-        diverged: the reason why the epoch counts as diverged; None if it does not.
+        diverged: the reason why the epoch has diverged; None if it has not.
         best_by: name of the score that determines the best epoch, one of `SCORE_NAMES`.
         score: value of that score in this epoch.
         lowest_recall: lowest recall among the classes with validation images.
@@ -235,7 +237,7 @@ def run_lines(point: RunPoint) -> list[str]:
 
 
 class RunLogger:
-    """A destination of a run's numbers; a subclass overrides the methods for what it writes."""
+    """A destination of a run's numbers; a subclass overrides the methods for the things that it writes."""
 
     def message(self, message: str) -> None:
         """Log a line of text for people."""
@@ -291,5 +293,5 @@ for _method in ("event", "images", "steps", "epoch", "end", "delivered", "close"
 
 
 def warn_cannot_write(name: str, error: OSError) -> None:
-    """Print that a destination of the run's numbers can no longer be written."""
+    """Print that a destination of the run's numbers can no longer be written to."""
     print(f"{name} cannot write ({error}): training continues without it", file=sys.stderr, flush=True)

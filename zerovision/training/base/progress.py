@@ -16,8 +16,8 @@ class Progress:
         step: the optimizer step of that epoch to continue with, from 0; if only the evaluation is left, the number of
             steps per epoch.
         best_score: the best validation score so far, where more is better; see `zerovision.training.base.points.merit`.
-        best_epoch: the epoch with the best score, from 1; among several, the epoch with the lowest validation loss; 0
-            before the first evaluation.
+        best_epoch: the epoch with the best score, from 1; if several epochs have this score, the one with the lowest
+            validation loss; 0 before the first evaluation.
         best_loss: the validation loss of the best epoch; 0, the lowest possible loss, if it was not saved.
         epochs_without_better: number of evaluations since the best score was first reached, for early stopping.
         skipped_steps: number of optimizer steps skipped so far because a gradient was not finite.

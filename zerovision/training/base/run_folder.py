@@ -24,7 +24,7 @@ LAST = "last"  # file with the name of the newest checkpoint
 # Names in the evaluation folder.
 SCORES = "scores.json"
 TYPICAL = "typical"  # folder with a picture of one sample per class
-WHY = "-why"  # after the number of a sample: a picture of the parts that led to its predicted class
+WHY = "-why"  # suffix after the number of a sample: a picture of the parts that led to its predicted class
 WORST = "worst"  # folder with a picture of each of the worst samples
 
 
@@ -36,7 +36,7 @@ class RunFolder:
         log_dir: the log folder of all runs.
         name: the run's name.
         made: the folders that this start created.
-        lock: on rank 0, the file that locks the run's own folder while it is open.
+        lock: on rank 0, the file that locks the run's own folder while the file is open.
     """
 
     log_dir: Path

@@ -1,8 +1,8 @@
 """The settings that all code may read, and the base class of training modes.
 
 A mode is either a task that a run learns (`tasks.settings.TASKS`) or a way in which ranks share the work
-(`engines.settings.WAYS`). Outside a mode's folder, only these tables name it. The module that defines a mode does not
-import torch, because launchers also check the flags.
+(`engines.settings.WAYS`). Outside a mode's folder, only these tables name the mode. The module that defines a mode
+does not import torch, because launchers also check the flags.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # the most that
 LARGEST_BATCH = 65_536  # images in one forward pass
 TUNE_USAGE = "full, head, layers:N, lora:R"
 RATES = ", ".join(f"{name} {spec.learning_rate:g}" for name, spec in MODELS.items() if spec.learning_rate != USUAL_RATE)
-FEWEST_IMAGES = 8  # in a micro-batch chosen for the user: BatchNorm's statistics of fewer images are poor
+FEWEST_IMAGES = 8  # in a micro-batch chosen for the user: BatchNorm's statistics over fewer images are poor
 
 
 Bound = float | None
@@ -147,7 +147,7 @@ class RunSettings:
     def micro_batch(self) -> int:
         """`batch_size` as a number.
 
-        `auto` counts as the smallest size until it is resolved, before the run is built.
+        `auto` is treated as the smallest size until it is resolved, before the run is built.
         """
         return FEWEST_IMAGES if isinstance(self.batch_size, str) else self.batch_size
 
@@ -156,7 +156,7 @@ Values = Mapping[str, Sequence[object]]
 
 
 class Mode:
-    """A training mode that settings can turn on; a method that it does not override acts as in a run without the mode.
+    """A training mode that settings can turn on; methods that it does not override act as in a run without the mode.
 
     Attributes:
         flag: the setting that turns the mode on.

@@ -1,6 +1,6 @@
 """Where the time of a run goes: a clock that attributes every moment to the innermost open span.
 
-Spans nest: the time inside a collective counts as communication, not as part of the backward that called it, so the
+Spans nest: the time inside a collective counts as communication, not as part of the enclosing backward pass, so the
 shares of all spans add up to 1. On a CPU, the clock is the host's. On a GPU, an event is recorded in the compute stream
 at each change of span, and events are read only at logging points, so that steps never wait.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 SPANS = ("data", "forward", "backward", "communication", "optimizer", "logging", "saving", "other", "evaluation")
-ABSORBING = ("saving", "evaluation")  # time in nested spans counts toward these
+ABSORBING = ("saving", "evaluation")  # time in spans nested inside these spans counts toward them
 MOST_PENDING_EVENTS = 4096
 _clocks: list[SpanClock] = []  # clocks of this process's active runs, the innermost last
 
@@ -96,7 +96,7 @@ class SpanClock:
         return self._marks.seconds()
 
     def belongs_here(self) -> bool:
-        """Return whether to measure here: on the training thread, or on autograd's thread during backward.
+        """Return whether to measure here: on the training thread, or on autograd's thread during the backward pass.
 
         The thread that writes checkpoints is not measured, nor is the capture of a CUDA graph.
         """
@@ -154,7 +154,7 @@ def measured_communication(clock: SpanClock) -> Iterator[None]:
 
 
 def communication() -> AbstractContextManager[None]:
-    """Return the span in which to start a collective and wait for it; outside a run it measures nothing.
+    """Return the span in which to start a collective and wait for it; outside a run, the span measures nothing.
 
     On a CPU, the span measures the host's time. On a GPU, it measures how long the compute stream waits; a collective
     that overlaps with computation on another stream does not count.

@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen dataclass that declares the command line, `--help` and the YAML file.
 
-This module does not import torch, so that `--help` and a launcher's check of the arguments take a
-fraction of a second.
+This module does not import torch, so that `--help` and a launcher's check of the arguments take only a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHANGEABLE_ON_RESUME = frozenset(
     }
 )
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
-WORDS: dict[str, list[str]] = {}  # by field with its own flag: this field and the other parts of the word
+WORDS: dict[str, list[str]] = {}  # for each field with its own flag: that field, and the other parts of the word
 for _name, _field in FIELDS.items():
     WORDS.setdefault(_field.metadata["part_of"][0] or _name, []).append(_name)
 

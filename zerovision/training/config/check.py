@@ -40,7 +40,7 @@ from zerovision.training.recipe.schedule import (
 )
 from zerovision.training.tasks.settings import LOSSES, asked_task
 
-OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces with another
+OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces with a different one
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -63,7 +63,8 @@ def _answer_of(mode: type[Mode], question: Callable[[Any], bool]) -> Callable[[T
     return lambda config: question(mode(config))
 
 
-# For each setting: when it restricts other settings, and the values that these may then have, the usual one first.
+# For each setting: the condition under which it restricts other settings, and the values that they may have under this
+# condition, the usual one first.
 GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
     **{mode.flag: (_answer_of(mode, mode.is_asked), mode.goes_with) for mode in MODES if mode.goes_with},
     "features": (
@@ -75,7 +76,7 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
     "solver": (
         lambda config: config.solver == "lbfgs",
         {"loss": ("cross_entropy",), "class_weights": ("none",), "sampling": ("uniform",)}
-        # Other replicas, such as those of --replicate-across nodes, have no parts to fill.
+        # The solver fills the shards that a rank saves; with --replicate-across nodes, the other replicas have none.
         | {"ema": (0,), "lookahead": (0,), "local_steps": (1,), "replicate_across": ("none",)},
     ),
     "compile": (
@@ -100,7 +101,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         label_of: the name of each field in messages: its flag, or its file and key.
 
     Returns:
-        The configuration with its task's defaults; its plug-ins are loaded.
+        The configuration with its task's defaults; the plug-ins that it names are loaded.
 
     Raises:
         UserError: for the first value that is wrong.
@@ -119,7 +120,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
 
 
 def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> None:
-    """Check that frozen layers get trained weights, in a run that does not resume from a checkpoint.
+    """Check that frozen layers start from trained weights, in a run that does not resume from a checkpoint.
 
     Raises:
         UserError: if frozen layers would keep random weights.
@@ -263,7 +264,7 @@ def _has_momentum(config: TrainConfig) -> bool:
     return any(rule.has_momentum and "momentum" not in read_options("", options) for rule, options in rules)
 
 
-# When each flag has an effect.
+# For each flag: the condition under which it has an effect.
 USED: dict[str, Callable[[TrainConfig], bool]] = {
     "val_fraction": lambda config: not config.folds,
     "eval_crop": lambda config: config.fit in ("auto", "crop"),
@@ -284,7 +285,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
 
 
 def needing_torch(config: TrainConfig) -> str:
-    """Return the first setting, with its value, that only PyTorch's engine supports; '' if there is no such setting."""
+    """Return the first setting, with its value, that only PyTorch's engine supports, or '' if there is none."""
     needing = (name for name, (_, allowed) in GOES_WITH.items() if TORCH in allowed.get("engine", ()))
     return next((f"{FLAG_OF[name]} {getattr(config, name)}" for name in needing if GOES_WITH[name][0](config)), "")
 

@@ -68,9 +68,9 @@ class JoinedAction(argparse.Action):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are `UserError`s: what was given, what is allowed, and the nearest name, without usage.
+    """A parser whose errors are `UserError`s that say what was given, what is allowed, and the nearest name.
 
-    The help names the script `name`; with '', it names the command that was typed.
+    The help shows `name` as the name of the script or, if `name` is '', the command that was typed.
     """
 
     def __init__(self, name: str, description: str | None) -> None:
@@ -95,9 +95,9 @@ class OneLineParser(argparse.ArgumentParser):
 
         Args:
             flag: the flag, with its dashes.
-            read: function that converts the word, or raises ValueError if it is not allowed.
+            read: function that converts the word, or raises ValueError if the word is not allowed.
             expected: the allowed values, for the message.
-            names: allowed names, the nearest of which is suggested.
+            names: allowed names; an error suggests the nearest one.
             options: further arguments of `add_argument`.
         """
 
@@ -134,7 +134,7 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
     def add_local_rank(self) -> None:
-        """Add the flag that other launchers add to every rank's command line; the environment also has the number."""
+        """Add the flag with which other launchers pass a rank's number, which is also in the environment."""
         self.add_value("--local_rank", int, "a whole number", help=argparse.SUPPRESS)
 
     @property
@@ -170,7 +170,7 @@ class OneLineParser(argparse.ArgumentParser):
         """Return the values of known arguments, and the unknown words; for errors, see `parse`."""
         for name, equals, value in (word.partition("=") for word in words):
             action = self._option_string_actions.get(name)
-            if equals and value == "--" and action and action.nargs != 0:  # argparse would make it an empty list
+            if equals and value == "--" and action and action.nargs != 0:  # argparse would turn it into an empty list
                 raise wrong_value(name, value, self.expected.get(name, "text"), ())
         try:
             return self.parse_known_args(words)
@@ -178,7 +178,7 @@ class OneLineParser(argparse.ArgumentParser):
             flag = error.argument_name
             if flag not in self.expected:
                 self.error(str(error))
-            # `convert` raises its own error: argparse's can only mean that the value is missing.
+            # `convert` raises its own errors, so an error from argparse can only mean that the value is missing.
             following = words[words.index(flag) + 1 :][:1] if flag in words else ()
             value = "".join(f" {shown(word)}" for word in following)
             raise UserError(f"{flag}{value}: expected {self.expected[flag]}.") from None
@@ -244,7 +244,7 @@ def run_script(
 
 
 def print_user_error(name: str, error: UserError) -> int:
-    """Print a mistake that every rank finds, on rank 0 only; return the exit code."""
+    """On rank 0 only, print an error that every rank finds; on all ranks, return the exit code."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     else:
@@ -329,7 +329,7 @@ def _override_hint(
         return max((label for label in label_of.values() if text.startswith(label)), key=len, default=text)
 
     words = [word.rstrip(".,:;") for word in message.split()]
-    # A preset's learning rates are for its optimizer: with another optimizer, it would be a different recipe.
+    # A preset's learning rates are for its optimizer: the preset with a different optimizer is a different recipe.
     for name in [name for name in of_preset if FLAG_OF[name] in words and name != "optimizer"]:
         changed = {**of_preset, **values} | {part: FIELDS[part].default for part in WORDS[name]}
         try:
@@ -381,6 +381,7 @@ def _form(name: str) -> str:
 def _help_of(name: str) -> str:
     """Return the help of a field, with its range and its default."""
     field = FIELDS[name]
-    is_told = number_type(field) or (name not in WORDS and allowed_names(field))  # else the flag's syntax shows them
+    # For any other field, the flag's syntax shows the allowed values.
+    is_told = number_type(field) or (name not in WORDS and allowed_names(field))
     text = field.metadata["help"] + (f" Range: {allowed_values(field)}." if is_told else "")
     return f"{text} (default: {show_value(field.default)})" if field.default != "" else text

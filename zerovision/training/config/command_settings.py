@@ -14,7 +14,7 @@ from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.plugins import USAGE, files_in, load_plugins
 from zerovision.training.config.command_line import JoinedAction, OneLineParser, training_parser
 
-END_OF_FLAGS = "--"  # the words after it are for another command
+END_OF_FLAGS = "--"  # the words after it belong to a different command
 
 
 def word(metavar: str, help: str, **options: Any) -> Any:
@@ -33,7 +33,7 @@ def number(default: float | None, low: float, high: float, help: str, kind: str 
 
 
 def choice(default: str | None, names: Iterable[str], help: str) -> Any:
-    """Declare a flag that takes one of `names`, which are read when it is checked; required if `default` is None."""
+    """Declare a flag that takes one of `names`, read when the flag is checked; required if `default` is None."""
     return _declared("add_choice", names, help=help, **_given(default))
 
 
@@ -93,7 +93,7 @@ class CommandSettings:
         fields = dataclasses.fields(cls)
         behind = [field for field in fields if "takes_trainers" in field.metadata]
         end = words.index(END_OF_FLAGS) if behind and END_OF_FLAGS in words else len(words)
-        load_plugins(files_in(words[:end]))  # first, because plug-ins may define names that flags take
+        load_plugins(files_in(words[:end]))  # first, because plug-ins may define names that flags accept
         parser, others = cls.parser(), list[str]()
         takes_trainers = any(field.metadata["takes_trainers"] for field in behind)
         if takes_trainers:

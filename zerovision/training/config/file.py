@@ -63,7 +63,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
     label_of = labels_of(where)
     given: dict[str, Any] = {}
     names = {str(key).replace("-", "_") for key in content}
-    # The configuration file of a run also has keys for the parts of a word.
+    # The configuration file that a run writes also contains keys for the parts of a word.
     keys = {part for name, parts in WORDS.items() for part in (parts if name in names else [name])}
     for key, value in content.items():
         name = str(key).replace("-", "_")

@@ -17,9 +17,10 @@ from zerovision.training.world.mesh_sizes import data_ranks
 # keeps its meaning, and about the size for which the default rate is chosen.
 USUAL_GLOBAL_BATCH = 256
 FEWEST_STEPS = 20  # per epoch: a small data set has a smaller global batch, about a power of two
-# On a CPU rank: this keeps a core busy (benchmarks/results/scaling_2cpu_2026-11-21.md), and more only takes memory.
+# On a CPU rank: this many images keep a core busy (benchmarks/results/scaling_2cpu_2026-11-21.md), and more images only
+# take more memory.
 MOST_IMAGES_ON_CPU = 64
-MOST_RANKS = 100_000  # largest number that a message suggests
+MOST_RANKS = 100_000  # largest number of ranks that a message suggests
 
 
 def usual_global_batch(ranks: int, training_images: int = 0) -> int:
@@ -40,7 +41,7 @@ def usual_global_batch(ranks: int, training_images: int = 0) -> int:
 
 
 def few_steps_note(global_batch: int, ranks: int, training_images: int) -> str:
-    """Return a note that says what to type if an epoch has fewer than `FEWEST_STEPS` batches; otherwise ''."""
+    """Return a note that says what to type if an epoch has fewer than `FEWEST_STEPS` batches, otherwise ''."""
     steps = -(-training_images // global_batch)
     if steps >= FEWEST_STEPS:
         return ""
@@ -84,7 +85,7 @@ def micro_batches(global_batch: int, ranks: int, most: int = 0) -> list[int]:
 
 
 def largest_divisor(share: int, most: int) -> int:
-    """Return the largest number of images up to `most` that divides a rank's share, a multiple of 8 if there is one."""
+    """Return the largest number of images up to `most` that divides a rank's share, a multiple of 8 if possible."""
     divisors = [size for size in range(1, min(share, most) + 1) if share % size == 0]
     return max((size for size in divisors if size % FEWEST_IMAGES == 0), default=divisors[-1])
 
@@ -96,10 +97,10 @@ def divided(config: TrainConfig, batch_size: int, global_batch: int, ranks: int)
 
 
 def in_chunks(config: TrainConfig) -> TrainConfig:
-    """Return the configuration, with the chunks of its task as micro-batches if the task has chunks.
+    """Return the configuration; if its task divides the batch into chunks, the chunks become its micro-batches.
 
     Raises:
-        UserError: if a chunk does not divide the images of a rank.
+        UserError: if the size of a chunk does not divide the number of images of a rank.
     """
     images = config.micro_batch * config.gradient_accumulation_steps
     for name, chunk in asked_task(config).chunks().items():
@@ -115,7 +116,7 @@ def in_chunks(config: TrainConfig) -> TrainConfig:
 
 
 def check_division(config: TrainConfig, ranks: int) -> None:
-    """Raise a UserError if this many ranks cannot form the mesh of a new run, or share its global batch."""
+    """Raise a UserError if this many ranks cannot form the mesh of a new run, or cannot share its global batch."""
     ranks = data_ranks(ranks, config.mesh)
     if config.batch_size == "auto":
         micro_batches(config.global_batch or usual_global_batch(ranks), ranks)
@@ -127,7 +128,8 @@ def divide_given(config: TrainConfig, ranks: int) -> TrainConfig:
     """Return the configuration of a new run with the accumulation steps for `--global-batch`, if it is given.
 
     Raises:
-        UserError: if ranks times batch size does not divide the global batch, or other accumulation steps are given.
+        UserError: if ranks times batch size does not divide the global batch, or if a different number of accumulation
+            steps is given.
     """
     if not config.global_batch:
         return config
@@ -151,7 +153,8 @@ def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure:
         global_batch: number of images per update, over all ranks.
         ranks: number of ranks that share the global batch.
         whose: phrase for messages that says where the global batch comes from.
-        cure: further advice for messages, besides changing the number of ranks, if it does not divide the global batch.
+        cure: advice for the message about a number of ranks that does not divide the global batch, after the advice to
+            change this number.
 
     Raises:
         UserError: if ranks times batch size does not divide the global batch; the message suggests values that do.

@@ -1,4 +1,4 @@
-"""The settings of a resumed run: those that it saved, unless new values are given."""
+"""The settings of a resumed run: the settings that the run saved, unless new values are given."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from zerovision.training.config.values import is_allowed
 from zerovision.training.engines.settings import LEFT_OPEN
 from zerovision.training.observe.new_run import run_folder
 
-# Settings of a single start: those that are not given have their defaults.
+# Settings of a single start, which have their defaults unless they are given.
 OF_ONE_START = frozenset(
     {"resume", "run_name", "log_dir", "preset", "progress", "profile", "audit", "log_hashes", "deterministic"}
 )
-PLUGIN = "plugin"  # a plug-in is code: the user must name it; it is never taken from a folder
+PLUGIN = "plugin"  # a plug-in is code: the user must name it; a run's folder is not trusted to name it
 OF_THE_BEGINNING = ("weights", "pretrained")  # starting weights, which a resumed run does not load
 
 
 def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the resumed run, or of a preset for a new run, overridden by the given settings.
 
-    A run saves the value that "auto" was resolved to, and a later "auto" means this value; but `--batch-size auto` is
-    limited to sizes that the ranks of this start can share.
+    A run saves the value that "auto" was resolved to, and a later "auto" means this value. However, `--batch-size auto`
+    is limited to sizes that the ranks of this start can share.
 
     Raises:
         UserError: if the run was made with plug-ins that are not loaded.
@@ -42,7 +42,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     model = str(given.get("model_type", "")).partition("@")[0]
     is_of_hub = model.startswith(HUB_PREFIX) and hub_name_of(saved.get("weights", "")).partition("@")[0] == model
     left = {*OF_THE_BEGINNING, *(["model_type"] if is_of_hub else [])}
-    left |= {"minutes", "epochs"} if given.get("minutes") else set()  # the run has already found them
+    left |= {"minutes", "epochs"} if given.get("minutes") else set()  # the run has already set both
     left |= {name for name in saved.keys() - {"batch_size"} if is_left_open(name, given.get(name, "auto"))}
     chosen = {name: value for name, value in given.items() if name not in left}
     if chosen.get("activation_checkpointing"):
@@ -70,7 +70,7 @@ def is_left_open(name: str, value: Any) -> bool:
 
 
 def saved_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings saved in the resumed run's folder, {} if no run is resumed."""
+    """Return the settings saved in the resumed run's folder, or {} if no run is resumed."""
     place = TrainConfig(**{name: given[name] for name in ("run_name", "log_dir", "resume") if name in given})
     if place.resume == "never":
         return {}

@@ -18,10 +18,11 @@ from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig
 from zerovision.training.data.settings import URL
 
 WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields that a launcher takes by position
-# Settings that a repetition of a run does not need: where its files are and how it is watched; also its preset, whose
-# values are listed one by one, because a value that overrides it may be a default, and defaults are omitted.
+# Settings that a repetition of a run does not need: where the run's files are, how the run is watched, and its preset.
+# The preset's values are listed one by one instead: with the preset, a default that overrides one of its values would
+# be lost, because defaults are omitted.
 OF_ONE_RUN = ("preset", "run_name", "log_dir", "progress", "resume", "profile")
-NO_PATHS = ("hf:", "torchvision:", "timm:")  # how values of a path field begin that are not paths
+NO_PATHS = ("hf:", "torchvision:", "timm:")  # prefixes of values in path fields that are not paths
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -32,7 +33,7 @@ def field_types() -> dict[str, Any]:
 
 
 def number_type(field: dataclasses.Field) -> type | None:
-    """Return int or float for a numeric field, None for any other."""
+    """Return int or float for a numeric field, or None for any other field."""
     annotation = field_types()[field.name]
     return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), None)
 
@@ -147,14 +148,14 @@ def without_folders(config: TrainConfig) -> TrainConfig:
     """Return a configuration with paths shortened to the names of files and folders, for readers on other machines."""
     paths = {one.name: one.default for one in dataclasses.fields(config) if one.metadata.get("is_path")}
     if not config.class_weights.lower().endswith(".csv"):
-        del paths["class_weights"]  # the value is then the weights themselves, by class name
+        del paths["class_weights"]  # here, the value consists of the weights themselves, by class name
     values = vars(config)
     changed = {name: name_alone(values[name]) for name, default in paths.items() if values[name] != default}
     return TrainConfig(**values | changed | {"plugin": ",".join(names_of(config.plugin))})
 
 
 def name_alone(value: str) -> str:
-    """Return the name at the end of a path, without its folder; a value that is not a path stays as it is."""
+    """Return the name at the end of a path, without its folder; a value that is not a path is returned unchanged."""
     if URL in value or value.startswith(NO_PATHS):
         return value
     kind = "npz:" * value.startswith("npz:")
@@ -167,7 +168,7 @@ def launch_command(
     """Return the command that trains with a configuration: the launcher, its arguments, and non-default flags.
 
     Args:
-        config: settings of the training.
+        config: settings of the run.
         ranks: number of ranks over all machines.
         ranks_per_machine: number of ranks on each machine; if it is less than `ranks`, there are several machines.
         left_out: fields to leave out.
