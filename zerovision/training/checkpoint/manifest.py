@@ -41,11 +41,11 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest.
+    """The contents of a manifest.
 
     Attributes:
         progress: position of the run.
-        identity: what a resuming run must have in common with the saved run: model, classes, data, global batch.
+        identity: what a resuming run must have in common with the saved run: model, classes, data and global batch.
         config: configuration of the run that saved the checkpoint.
         applied_steps: number of updates that the optimizer has applied, for Adam's bias correction.
         loss_scale: state of the dynamic loss scale; None if the precision is not fp16.
@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a manifest, without the shards.
 
     Raises:
-        DamagedCheckpoint: if the manifest is missing, damaged or in another format.
+        DamagedCheckpoint: if the manifest is missing, damaged or in a different format.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -168,5 +168,5 @@ def _count(value: Any, name: str) -> int:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the sha256 of the content, independent of the order of keys and of white space."""
+    """Return the sha256 of the content, independent of the order of keys and of whitespace."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), default=vars).encode()).hexdigest()

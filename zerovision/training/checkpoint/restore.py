@@ -49,7 +49,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     """Fill a fresh state from a verified checkpoint; a collective.
 
     Raises:
-        UserError: if the checkpoint's content does not fit this model.
+        UserError: if the checkpoint's contents do not fit this model.
     """
     manifest, engine, sums = found.manifest, state.engine, state.sums
     try:
@@ -90,7 +90,7 @@ def _check_content(
 
 
 def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
-    """Raise an error for impossible sums: every later average would be wrong or NaN."""
+    """Raise an error for impossible sums, which would make every later average wrong or NaN."""
     own = sums.state()
     if (found.shape, found.dtype) != (own.shape, own.dtype):
         raise DamagedCheckpoint("its epoch sums have another shape or dtype")
@@ -104,7 +104,7 @@ class FrozenWeights:
     """A file of frozen weights.
 
     Attributes:
-        names: names of the parameters in it.
+        names: names of the parameters in the file.
         path: path to the file.
         facts: size and hash of the file; None on ranks other than 0, which do not write the manifest.
     """
@@ -130,7 +130,7 @@ def keep_frozen(
     Args:
         folder: the checkpoints folder.
         parameters: the full frozen weights, by name.
-        found: the checkpoint to resume from, whose frozen weights are used instead; None for a fresh start.
+        found: the checkpoint to resume from, whose frozen weights replace `parameters`; None for a fresh start.
         is_main: whether this is rank 0.
 
     Raises:

@@ -1,11 +1,11 @@
 """The shards of a checkpoint: copies a rank's state, writes its shard, and reads boxes of tensors from all shards.
 
-A shard contains a tensor for each box, which is a part of a whole tensor; its key is `<kind>/<name>@<offsets>`. The
-kinds are `weights` and the optimizer's moments, contiguous and in fp32; `buffer` [leaves, ...], because BatchNorm's
-statistics differ between the leaves of a step; and `epoch_sums` [ranks with images of their own, 4]. A rank writes its
-shard without any communication, and any engine, strategy and number of ranks can read it. A frozen parameter has no
-moments; a fine-tuning run writes frozen parameters once, to a file of the same format that is linked into its
-checkpoints.
+A shard contains a tensor for each box, which is a part of a whole tensor. The key of a box is
+`<kind>/<name>@<offsets>`. The kinds are `weights` and the optimizer's moments, contiguous and in fp32; `buffer`
+[leaves, ...], because BatchNorm's statistics differ between the leaves of a step; and `epoch_sums` [ranks with images
+of their own, 4]. A rank writes its shard without any communication, and any engine, strategy and number of ranks can
+read the shard. A frozen parameter has no moments; a fine-tuning run writes frozen parameters once, to a file of the
+same format that is linked into its checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Snapshot:
 
     Attributes:
         tensors: the copied tensors, by key.
-        copied: event at the end of the copies queued on a GPU; anything that changes their sources must wait for it.
+        copied: event at the end of the copies queued on a GPU; anything that changes the sources of these
+            copies must wait for the event.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class Snapshot:
             self._copy(then)
         for source in then.values():
             if source.is_cuda:
-                source.record_stream(self._stream)  # its memory stays until the copy is done, even if it is released
+                source.record_stream(self._stream)  # keeps the source's memory until the copy is done
         self.copied = self._stream.record_event()
 
     def _copy(self, sources: Mapping[str, torch.Tensor]) -> None:
@@ -180,7 +181,7 @@ def verify_shard(path: Path, facts: ShardFacts) -> None:
     """Compare a file with its entry in the manifest.
 
     Raises:
-        DamagedCheckpoint: if the file is missing, or has another size or sha256.
+        DamagedCheckpoint: if the file is missing, or has a different size or sha256.
     """
     try:
         size = file_size(path)
@@ -195,7 +196,7 @@ def verify_shard(path: Path, facts: ShardFacts) -> None:
 
 
 class _Box(NamedTuple):
-    """A part of a tensor that is stored in a file and not read yet."""
+    """A part of a tensor that is stored in a file and has not been read yet."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -254,7 +255,7 @@ class CheckpointReader:
             boxes, weights = found.get(name, []), self._boxes[WEIGHTS].get(name, [])
             if any(box.stored.get_dtype() != "F32" for box in boxes):
                 raise ValueError(f"{kind} of {one_line(name)} are not fp32")
-            # Moments must have the same boxes as their weights, which are already compared with the shape.
+            # Moments must have the same boxes as their weights, which have already been compared with the shape.
             is_whole = _are_whole(self.shapes[name], boxes) if kind == WEIGHTS else _places(boxes) == _places(weights)
             if not is_whole:
                 raise ValueError(f"parameter {one_line(name)} is not complete: {kind}")
@@ -273,7 +274,7 @@ class CheckpointReader:
         return part
 
     def buffers(self, leaves: Sequence[int], total: int) -> dict[str, torch.Tensor]:
-        """Return the buffers by name, each [leaves, ...]: as saved, or averaged if the total number of leaves differs.
+        """Return the buffers by name, each [leaves, ...]: as saved, or averaged if the total number of leaves changed.
 
         Args:
             leaves: leaves of this rank.
@@ -292,7 +293,7 @@ class CheckpointReader:
         return result
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
-        """Return a rank's share of the epoch's sums so far: its own or, if the number of ranks differs, all on rank 0.
+        """Return a rank's share of the epoch's sums so far: its own, or all on rank 0 if the number of ranks changed.
 
         Args:
             rank: index of this rank among the ranks with their own images.

@@ -50,9 +50,9 @@ def temporary_folder(folder: Path, name: str) -> Path:
 
 
 def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_last: int, kept: str = "") -> None:
-    """Name a checkpoint whose shards are on disk, update `last` and `best`, and remove old ones; only on rank 0.
+    """Name a checkpoint whose shards are on disk, update `last` and `best`, and remove old checkpoints; rank 0 only.
 
-    If the process is killed at any moment, the previous checkpoint or this one remains.
+    No matter when the process is killed, the previous checkpoint or this one remains.
 
     Args:
         folder: the run's checkpoints folder.
@@ -68,7 +68,7 @@ def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_l
     temporary, path = temporary_folder(folder, name), folder / name
     write_manifest(temporary, manifest)
     sync_to_disk(temporary)
-    if path.exists():  # of the same step, from before a resume; until the rename, `last` means the one set aside
+    if path.exists():  # of the same step, from before a resume; until the rename, `last` refers to this old one
         _set_aside(path)
     temporary.rename(path)
     sync_to_disk(folder)
@@ -109,7 +109,7 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
             candidates, notes = _newest_first(parent)
             if candidates:
                 return candidates, notes
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user who has no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user without a home folder
         raise UserError(f"--resume {one_line(resume)}: cannot be read: {one_line(error)}.") from None
     raise UserError(
         f"--resume {one_line(resume)}: no checkpoint there (no {MANIFEST_FILE}). "
@@ -142,7 +142,7 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
 def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
     """Rename a run's own damaged checkpoints, so that they do not count toward `--keep-last`; only on rank 0.
 
-    They stay hidden in the folder until the next checkpoint is complete.
+    The renamed checkpoints stay hidden in the folder until the next checkpoint is complete.
     """
     for path in damaged:
         if path.parent == folder:
@@ -159,7 +159,7 @@ def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
         return [], []
     names = _names(folder)
     pointed, problem = _read_pointer(folder / LAST)
-    # Later ones predate a resume that went back, or `last` does not name them yet.
+    # Later checkpoints were saved before a resume that went back, or `last` does not name them yet.
     kept = [name for name in names if not pointed or _position(name) <= _position(pointed)] or names
     candidates = [folder / name for name in reversed(kept)]
     if pointed and pointed not in names:
@@ -202,13 +202,13 @@ def _point(pointer: Path, name: str) -> None:
 
 
 def _remove_old(folder: Path, current: str, keep_last: int, kept: str) -> None:
-    """Remove all but the best, `kept`, and the newest up to the current checkpoint; later ones predate a resume."""
+    """Remove all checkpoints but the best, `kept`, and the newest up to `current`; later ones are outdated."""
     names = _names(folder)
     up_to_now = [name for name in names if _position(name) <= _position(current)]
     stay = {*up_to_now[-keep_last:], _read_pointer(folder / BEST)[0], *({kept} & {*up_to_now})}
     for name in names:
         if name not in stay:
-            # Renamed first: a kill during the removal then leaves nothing that looks like a checkpoint.
+            # Renamed first, so that a kill during the removal leaves nothing that looks like a checkpoint.
             shutil.rmtree(_set_aside(folder / name), ignore_errors=True)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)

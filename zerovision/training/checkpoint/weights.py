@@ -1,8 +1,8 @@
 """The trained weights: a self-describing safetensors file that can be loaded in plain PyTorch.
 
 The file's metadata (safetensors stores only text) contains one JSON object with `description` (enough to rebuild the
-network), `class_names`, `preprocessing` and `extra`. Tensor names are the network's own, so that timm can
-load a `timm:` model.
+network), `class_names`, `preprocessing` and `extra`. Tensor names are the network's own, so that timm can load a
+`timm:` model.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
 
 
 def class_map(class_names: Sequence[str]) -> bytes | None:
-    """Return the content of `CLASS_MAP`, or None if timm would read other names from it.
+    """Return the contents of `CLASS_MAP`, or None if timm would read different names from it.
 
     timm strips each line, and accepts only UTF-8.
     """
@@ -200,7 +200,7 @@ def class_map(class_names: Sequence[str]) -> bytes | None:
 def write_class_map(folder: Path, class_names: Sequence[str]) -> None:
     """Write `CLASS_MAP` into a folder, or remove an old one if the names cannot be written.
 
-    Without this file, timm numbers folders in natural order (1, 2, 10); here they are sorted as text (1, 10, 2).
+    Without this file, timm numbers folders in natural order (1, 2, 10); zerovision sorts them as text (1, 10, 2).
     """
     content, path = class_map(class_names), folder / CLASS_MAP
     if content is None:

@@ -1,4 +1,4 @@
-"""Writes the best epoch's weights, reads their epoch, and copies them for a run that resumes in another folder."""
+"""Writes the best epoch's weights, reads their epoch, and copies them for a run that resumes in a different folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerovision.training.tasks.scores import Scores
 
 
 def epoch_of(weights: Path) -> int | None:
-    """Return the epoch that a weights file is from, counted from 1; None if the file or its epoch is missing."""
+    """Return the epoch that a weights file is from, counted from 1, or None if the file or its epoch is missing."""
     try:
         return read_metadata(weights)["extra"].get("epoch")
     except (UserError, AttributeError):
@@ -47,7 +47,7 @@ def write_best(
         built: the model.
         data: the data, with its classes, preprocessing and validation set.
         scores: scores of the validation set.
-        judged: `epoch`, counted from 1, and `data`, the value of `--data`.
+        judged: dict with `epoch`, counted from 1, and `data`, the value of `--data`.
     """
     more = {} if scores.thresholds is None else {THRESHOLDS: scores.thresholds.tolist()}
     more |= {IN_FILES: names_of(loaded())} if loaded() else {}
@@ -87,7 +87,7 @@ def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | N
     if epoch is None or epoch <= manifest.progress.epoch or kept.exists():
         return None
     try:
-        os.link(folder.weights, kept)  # new weights are written to another file, which then replaces the old name
+        os.link(folder.weights, kept)  # new weights are written to a different file, which then takes over the old name
     except OSError as error:
         return f"note: the weights of the run of {before} epochs could not be kept as {kept} ({error.strerror})"
     return f"the weights of epoch {epoch}, of the run of {before} epochs, are kept as {kept.name}"

@@ -1,7 +1,7 @@
-"""Measures the utilization of a run's devices, and each rank's used, peak and available memory.
+"""Measures the utilization of a run's devices, and the used, peak and available memory of each rank.
 
-On a GPU, the available memory is what PyTorch's allocator has unused and what the GPU has free. On a CPU, it is the
-rank's share of the memory that the machine and control group have free, or less if the limits of the process
+On a GPU, the available memory is the unused memory of PyTorch's allocator plus the free memory of the GPU. On a CPU, it
+is the rank's share of the free memory of the machine and the control group, or less if the limits of the process
 (RLIMIT_DATA, RLIMIT_AS) are lower.
 """
 
@@ -63,7 +63,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak to the current use; if the kernel does not allow this, the old peak, at least as high, remains."""
+    """Reset the peak to the current use; if the kernel does not allow this, the old peak remains, as an upper bound."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -102,7 +102,7 @@ class DeviceGauge:
             peak = peak_tflops(torch.cuda.get_device_name(world.device))
             mfu = tflops / peak if tflops is not None and peak is not None else None
             utilization = self._gpu_utilization()
-        with contextlib.suppress(OSError):  # a disk that is gone is no reason to stop
+        with contextlib.suppress(OSError):  # a disk that has become unavailable is no reason to stop
             free = shutil.disk_usage(self._folder.path).free
         return DeviceUse(*_memory(world.device), tflops, mfu, utilization, free)
 
@@ -111,7 +111,7 @@ class DeviceGauge:
         now = time.monotonic()
         if now - self._asked_at >= SECONDS_BETWEEN_UTILIZATIONS:
             self._asked_at, self._utilization = now, None
-            # NVML has two dozen errors, such as in a container without permission or on a part of a GPU (MIG).
+            # NVML can raise two dozen errors, e.g. in a container without permission or on a part of a GPU (MIG).
             with contextlib.suppress(Exception):
                 self._utilization = torch.cuda.utilization(self._world.device) / 100
         return self._utilization

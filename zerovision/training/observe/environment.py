@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zerovision.training.data.datasets import DatasetPair
     from zerovision.training.world.world import World
 
-LIBRARIES = ("torch", "torchvision", "deepspeed", "timm")  # must have the same version on all machines of a training
+LIBRARIES = ("torch", "torchvision", "deepspeed", "timm")  # must have the same version on all machines of a run
 PACKAGES = (*LIBRARIES, "tensorboard", "numpy", "pillow", "safetensors")
 CODE = ("models", "zerovision", "scripts", "deepspeed_configs") if CHECKOUT else (".",)
 CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
@@ -105,7 +105,7 @@ def package_version(name: str) -> str | None:
 
 
 def git(*arguments: str) -> str | None:
-    """Return git's output for this repository, whoever owns its files; None outside a checkout or if git fails."""
+    """Return git's output for this repository, whoever owns its files, or None outside a checkout or if git fails."""
     if not CHECKOUT:  # site-packages may be inside another repository
         return None
     command = ["git", "-c", "safe.directory=*", "-C", str(REPO_ROOT), *arguments]

@@ -25,7 +25,7 @@ TYPICAL_SAMPLES = 24
 
 
 def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return the content of scores.json.
+    """Return the contents of scores.json.
 
     Args:
         scores: the result of `SampleRecorder.gather`, which includes details.
@@ -70,7 +70,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a folder's scores.json, or None if the folder has no such file."""
+    """Return the contents of a folder's scores.json, or None if the folder has no such file."""
     path = folder / SCORES
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -195,7 +195,7 @@ def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[
             with one digit per image, in order: 1 if its class was predicted correctly, otherwise 0.
     """
     names = [name_of(index) for index in details.indices.tolist()]
-    # Cut the prefix after a folder; `commonpath` would raise for a mix of relative and absolute paths.
+    # Cut the prefix after a folder; `commonpath` rejects a mix of relative and absolute paths.
     start = os.path.commonprefix(names).rfind(os.sep) + 1  # noqa: RUF071
     lines = (f"{label}\0{name[start:]}\n" for label, name in zip(details.labels.tolist(), names, strict=True))
     digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape"))

@@ -1,9 +1,9 @@
 """Finds the folder of a run by its name, or creates and locks it.
 
-Only one training at a time may use a run's folder: rank 0 holds a lock that the kernel releases when the process dies.
-It is a byte-range lock (`fcntl.lockf`), which an NFS server manages, so it works across machines; `flock` does not work
-everywhere. A process loses a byte-range lock as soon as it closes *any* descriptor of the file, so no other code of the
-training may open the lock file.
+Only one training job at a time may use a run's folder: rank 0 holds a lock that the kernel releases when the process
+dies. It is a byte-range lock (`fcntl.lockf`), which an NFS server manages, so it works across machines; `flock` does
+not work everywhere. A process loses a byte-range lock as soon as it closes *any* descriptor of the file, so no other
+code in the process may open the lock file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from zerovision.training.config import TrainConfig
 
 LOCK = ".lock"
-WAIT_SECONDS = 15.0  # for a training that is about to end
+WAIT_SECONDS = 15.0  # for a training job that is about to end
 POLL_SECONDS = 0.2
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 LARGEST = 4096  # bytes of a lock file that are read
@@ -42,12 +42,12 @@ LARGEST = 4096  # bytes of a lock file that are read
 
 @dataclass(frozen=True)
 class Origin:
-    """What started a training.
+    """What started the training of a run.
 
     Attributes:
-        launch: ID of the launch, '' without our launcher.
-        restarts: number of times that the launch has restarted the training.
-        job: Slurm job ID, '' outside Slurm.
+        launch: ID of the launch; '' without our launcher.
+        restarts: number of times that the launch has restarted training.
+        job: Slurm job ID; '' outside Slurm.
         requeues: number of times that Slurm has requeued the job.
     """
 
@@ -89,11 +89,11 @@ def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[byt
 
     Args:
         path: path of the lock file, which remains when the lock is released.
-        origin: what started this training.
-        wait_s: seconds to wait for a training that is stopping.
+        origin: what started this process.
+        wait_s: seconds to wait for another process that holds the lock and may be about to end.
 
     Raises:
-        UserError: if another training holds the lock.
+        UserError: if another process still holds the lock.
         OSError: if the lock file cannot be created.
     """
     own = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -184,7 +184,7 @@ def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
 def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
     """Raise a UserError if the folder contains a run and the configuration forbids resuming.
 
-    The files of a start that failed before it wrote a line to metrics.jsonl are not regarded as a run.
+    The files of a start that failed before it wrote a line to metrics.jsonl are not considered a run.
     """
     if config.resume == "never" and folder.metrics.exists() and folder.metrics.stat().st_size:
         raise UserError(
@@ -194,19 +194,19 @@ def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
 
 
 def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
-    """Create the folders of a run and lock the run; only called on rank 0.
+    """Create the folders of a run and lock the run; called only on rank 0.
 
     Args:
         config: the configuration.
-        origin: what started the training; a training restarted by the launcher continues in its own folder.
+        origin: what started training; if the launcher has restarted it, training continues in the run's own folder.
 
     Returns:
-        The run's paths, with the locked file, which keeps other trainings out until it is closed.
+        The run's paths, with the locked file, which keeps other processes out until the file is closed.
 
     Raises:
-        UserError: if a folder cannot be written, or if a run of this name exists and is not to be resumed or is being
-            trained.
-        AnotherStartNeededError: if the launcher has restarted the training and the disk is full.
+        UserError: if a folder cannot be written, or if a run of this name is being trained, or exists and is not to be
+            resumed.
+        AnotherStartNeededError: if the launcher has restarted training and the disk is full.
     """
     folder = run_folder(config)
 
@@ -286,7 +286,7 @@ def _check_renames(folder: RunFolder) -> None:
     try:
         check_renames(folder.checkpoints)
     except OSError as error:
-        if error.filename2 is None:  # not a failed renaming: there is no space or no permission
+        if error.filename2 is None:  # not a failed rename, but a lack of space or permission
             raise
         raise UserError(
             f"--log-dir {folder.log_dir}: files cannot be renamed there ({error.strerror}), which checkpoints need. "

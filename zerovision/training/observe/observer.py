@@ -21,7 +21,7 @@ class Seen(NamedTuple):
         batch: the micro-batch.
         losses: [B], the loss of each sample.
         logits: [B, classes], or [B, classes, members].
-        evidence: [B], non-finite for a bad sample.
+        evidence: [B], a number for each sample, which is non-finite for a bad sample.
     """
 
     batch: Batch

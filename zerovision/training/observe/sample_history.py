@@ -17,7 +17,7 @@ from zerovision.training.world.world import World
 
 HISTORY = "history"  # subfolder of the run's folder, with 001.npy and so on
 ROW = np.dtype([("image", "<i4"), ("label", "<i4"), ("other", "<i4"), ("own_log", "<f4"), ("other_log", "<f4")])
-MOST_IMAGES = 100_000  # in the largest data set whose labels and outliers an audit checks
+MOST_IMAGES = 100_000  # of the largest data set whose labels and outliers an audit checks
 MOST_EPOCHS = 16  # that are recorded, evenly spaced
 HELD_NUMBERS = 2**20  # logits kept on the device before they are reduced
 
@@ -104,7 +104,7 @@ def mean_probabilities(run: Path, labels: np.ndarray, num_classes: int) -> np.nd
     Args:
         run: the run's folder.
         labels: int64 [N], labels of the training images.
-        num_classes: C.
+        num_classes: number of classes, C.
     """
     means, rests, counts = np.zeros((len(labels), num_classes)), np.zeros(len(labels)), np.zeros(len(labels))
     for path in sorted((run / HISTORY).glob("*.npy")):

@@ -15,7 +15,7 @@ TRACKERS = ("wandb", "mlflow", "trackio")  # names of the packages
 
 @dataclasses.dataclass(frozen=True)
 class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
-    """Settings of where a run's files go and what they contain."""
+    """Settings for where a run's files go and what they contain."""
 
     run_name: str = option("", "Name of the run's folder; default: date, time, model, strategy.")
     log_dir: str = option("", "Folder of all logs; default: logs/ in the checkout, or in the current folder.")

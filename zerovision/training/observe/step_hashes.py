@@ -20,7 +20,7 @@ from zerovision.training.world.world import World
 
 HASHES = "hashes"  # the `kind` of lines with hashes in metrics.jsonl
 DIGEST_BYTES = 8
-OF_LEAF = ("images", "outputs", "gradients")  # in the order in which a step computes them
+OF_LEAF = ("images", "outputs", "gradients")  # in the order in which a step computes the tensors
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
@@ -55,7 +55,7 @@ class StepHashes(Observer):
         self._every, self._world, self._step_leaves = every, world, leaves
         self._engine, self._loggers, self._position = engine, loggers, 0
         named = [*engine.module.named_parameters()] if every else []
-        is_whole = world.replica.size == 1  # otherwise a rank has the gradients of only a part of the network
+        is_whole = world.replica.size == 1  # otherwise a rank has only the gradients of a part of the network
         is_whole = is_whole and not any(isinstance(parameter, DTensor) for _, parameter in named)
         self._trained = [item for item in named if item[1].requires_grad and is_whole]
         self._hooks: list[Any] = []

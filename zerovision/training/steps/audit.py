@@ -32,7 +32,7 @@ from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.world.collectives import copy_from_main, gather_objects
 from zerovision.training.world.world import World
 
-MOST_FINDINGS = 3  # about one rank; the last of them ends the run
+MOST_FINDINGS = 3  # about one rank; the last of these findings ends the run
 SENT = ("images", "labels", "weights", "targets", "loss_weights", "indices")  # fields of a batch, if present
 
 Hashes = dict[str, str]
@@ -60,7 +60,7 @@ class _Watched(TimedEngine):
     Args:
         engine: the engine to wrap.
         hashes: whether to compute hashes; if not, `check` receives an empty dict.
-        check: function of the hashes by parameter name; it may raise an error.
+        check: function that receives the hashes by parameter name; it may raise an error.
     """
 
     def __init__(self, engine: TimedEngine, check: Callable[[Hashes], None], *, hashes: bool) -> None:
@@ -93,7 +93,7 @@ class Audited:
         step: the step function to check.
         every: number of optimizer steps between checks.
         world: the ranks, at least two.
-        leaves_per_rank: number of micro-batches that each rank has in a step.
+        leaves_per_rank: number of micro-batches that each rank processes in a step.
         position: function that returns the number of steps that the run has completed.
         loggers: the run's loggers.
         most_findings: number of findings about one rank that ends the run.
@@ -174,9 +174,9 @@ class Audited:
 
         Args:
             first: hashes of the two gradients that were compared, by rank; empty for all other ranks.
-            again: hashes of the gradients that every rank computed afterwards, by rank.
+            again: hashes of the gradients that every rank computed afterward, by rank.
             owner: the rank that owns the leaf.
-            checker: the rank that checked it.
+            checker: the rank that checked the leaf.
         """
         step, ranks = self.position() + 1, range(self.world.size)
         right, votes = Counter(tuple(sorted(hashes.items())) for hashes in again).most_common(1)[0]

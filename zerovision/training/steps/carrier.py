@@ -50,7 +50,7 @@ class Start:
         groups: number of equal groups of ranks, each of which trains independently.
         notes: lines for the log.
         events: the engine's events for metrics.jsonl: kind -> values.
-        began: time from which `--minutes` counts, in seconds since 1970.
+        began: time from which `--minutes` is counted, in seconds since 1970.
     """
 
     origin: Origin = field(default_factory=Origin)

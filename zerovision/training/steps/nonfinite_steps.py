@@ -30,7 +30,7 @@ class _Evidence(NamedTuple):
     Attributes:
         indices: int64 [B] on the CPU.
         image_sums: [B] on the device; the sum of an image is finite if all its values are.
-        losses: [B] on the device.
+        losses: evidence of each sample (see `Seen`), [B] on the device.
     """
 
     indices: torch.Tensor
@@ -63,7 +63,7 @@ class NonFiniteGuard(Observer):
         loggers: loggers that report skipped steps.
         most_consecutive: number of consecutive skipped steps that ends the run; 0 for no limit.
         name_of: function that maps a sample's index in the training set to its path.
-        by_group: whether each group of ranks decides separately, and learns of other groups' decisions in `settle`.
+        by_group: whether each group of ranks decides separately, and learns about other groups' decisions in `settle`.
     """
 
     def __init__(

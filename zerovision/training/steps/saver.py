@@ -30,8 +30,8 @@ from zerovision.training.world.collectives import broadcast_object, error_on_any
 BYTES = 4  # of a weight in fp32
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 120.0
-GIVE_UP_SECONDS = 600.0  # of failed saves, in which somebody may free disk space, or a file server may restart
-GIVE_UP_SECONDS_OF_STOP = 60.0  # whoever asked a run to stop, a person or a scheduler, waits for its end
+GIVE_UP_SECONDS = 600.0  # of failed saves; in this time, somebody may free disk space, or a file server may restart
+GIVE_UP_SECONDS_OF_STOP = 60.0  # the person or scheduler that asked a run to stop is waiting for its end
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Save:
     name: str
     position: int
     is_best: bool
-    stall_seconds: float  # in which training waited, for the previous save and for the copy
+    stall_seconds: float  # for which training waited for the previous save and for the copy
     seconds: float = 0.0
     error: str | None = None
     is_last_try: bool = False  # saves have failed for so long that the run ends
@@ -92,7 +92,7 @@ class Saver(Observer):
     def is_due_by_time(self) -> bool:
         """Return True once when the minutes between two saves have passed or a failed save is due for a retry.
 
-        Rank 0's clock decides. Other ranks always return False, and learn of the decision from rank 0.
+        Rank 0's clock decides. Other ranks always return False, and learn about the decision from rank 0.
         """
         if not self._world.is_main:
             return False
@@ -138,7 +138,7 @@ class Saver(Observer):
         """Copy the current state and start to write the copy; a collective.
 
         Args:
-            write_best: function that writes the best epoch's weights, only called on rank 0; None if the state is not
+            write_best: function that writes the best epoch's weights, called only on rank 0; None if the state is not
                 that of the best epoch.
 
         Raises:
@@ -160,7 +160,8 @@ class Saver(Observer):
             "data_ranks": self._world.data.size,
             "frozen": self._frozen.facts if self._frozen else None,
         }
-        # Ranks with the same images have equal sums, and ranks with the same layers equal buffers: one rank saves them.
+        # Ranks with the same images have equal sums, and ranks with the same layers have equal buffers, so only one of
+        # these ranks saves them.
         sums = self._state.sums.state() if self._world.replica.is_main else None
         saved = state if state.saves_buffers else dataclasses.replace(state, buffers={})
         self._snapshot.take(saved, sums, self._frozen.names if self._frozen else (), self._world.data.rank)
@@ -243,8 +244,8 @@ class Saver(Observer):
     def _write(self, save: _Save, facts: dict[str, Any]) -> None:
         """Write this rank's shard, agree on success with the other ranks, and commit the checkpoint; a collective.
 
-        This runs in the thread. Its messages use `World.save_group`, so that they never mix with those of the training
-        steps.
+        This method runs in the thread. Its messages use `World.save_group`, so that they never mix with the messages of
+        the training steps.
         """
         start = time.monotonic()
         try:
@@ -253,7 +254,7 @@ class Saver(Observer):
                 self._agree(lambda: discard(self._folder, save.name), only_main=True)
                 verdicts = gather_objects(self._backoff.has_expired(), self._world, self._world.save_group)
                 save.is_last_try = verdicts[0]  # by rank 0's clock
-        except Exception as error:  # a dead rank breaks the agreement, which the training steps will also notice
+        except Exception as error:  # if a rank died, the agreement fails, and so will the training steps
             save.error = one_line(f"{type(error).__name__}: {error}")
         save.seconds = time.monotonic() - start
 
@@ -288,7 +289,7 @@ class Saver(Observer):
         return error
 
     def _agree(self, action: Callable[[], None], *, only_main: bool = False) -> str | None:
-        """Run `action`, and return the first failing rank's error, or None, on all ranks.
+        """Run `action`, and return on all ranks the first failing rank's error, or None.
 
         This is a collective of `World.save_group`.
         """

@@ -38,12 +38,12 @@ class SlowRank(NamedTuple):
 
 
 def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the seconds of each rank that were work, which all ranks do in every step, from the seconds of its spans.
+    """Return the seconds that each rank spent on work, computed from the seconds of its spans.
 
-    Work excludes waiting for other ranks, and logging, which only rank 0 does. A rank may also wait where the clock
-    sees no collective: in the backward pass or the optimizer, if gradients are reduced from C++ (as in DDP) or on the
-    engine's own stream. Time in these two spans that exceeds the fastest rank's is therefore counted only to the extent
-    that other ranks waited for this rank in measured collectives.
+    Work is what all ranks do in every step. It excludes waiting for other ranks, and logging, which only rank 0 does. A
+    rank may also wait where the clock sees no collective: in the backward pass or the optimizer, if gradients are
+    reduced from C++ (as in DDP) or on the engine's own stream. Time in these two spans that exceeds the fastest rank's
+    is therefore counted only to the extent that other ranks waited for this rank in measured collectives.
     """
     exchanging = [rank["backward"] + rank["optimizer"] for rank in ranks]
     work = []
@@ -87,7 +87,7 @@ class SlowRankDetector:
         return found
 
 
-SECONDS_BETWEEN_POINTS = 1.0  # at least, if --log-every-steps is auto
+SECONDS_BETWEEN_POINTS = 1.0  # minimum if --log-every-steps is auto
 STEPS_BETWEEN_POINTS = 10  # or a multiple of 10, if --log-every-steps is auto
 
 
@@ -95,7 +95,7 @@ def fewest_steps(ranks: Sequence[Mapping[str, float]], steps: int) -> int:
     """Return the number of steps that take `SECONDS_BETWEEN_POINTS`, the shortest automatic logging interval.
 
     Args:
-        ranks: for each rank, the seconds of its spans since the last point; identical on all ranks.
+        ranks: for each rank, the seconds of its spans since the last point; this list is identical on all ranks.
         steps: number of optimizer steps since the last point.
     """
     slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)

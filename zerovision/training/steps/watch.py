@@ -61,7 +61,7 @@ class Heartbeats(Observer):
 
 
 def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
-    """Add the observers to a run, and return it and its saver; a collective.
+    """Add the observers to a run, and return the run and its saver; a collective.
 
     Args:
         run: the built run.

@@ -69,7 +69,7 @@ class WeightAverages(Averages):
         averages = [state[EMA] for state in self._engine.optimizer.state.values()]
         if averages and isinstance(applied, torch.Tensor):  # stays on the device
             moved, share = torch._foreach_lerp(averages, weights, weight), applied * 1.0
-            torch._foreach_mul_(moved, share)  # one of the two summands is zeros
+            torch._foreach_mul_(moved, share)  # one of the two summands is all zeros
             torch._foreach_mul_(averages, 1.0 - share)
             torch._foreach_add_(averages, moved)
         elif averages:
@@ -77,11 +77,11 @@ class WeightAverages(Averages):
         self._engine.buffers.update_averages(weight * applied)
 
     def _pull(self, applied: bool | torch.Tensor, step: int) -> None:
-        """If a pull is due, move the slow weights towards the fast ones, which continue from there.
+        """If a pull is due, move the slow weights toward the fast ones, which continue from there.
 
         Source: Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead, the first
         pull only copies the weights to the slow weights; as in timm's train.py, each epoch ends with a pull. A skipped
-        step, which does not change the weights, does not pull.
+        step, which does not change the weights, causes no pull.
         """
         if step % self._lookahead_steps == 0 or step % self._steps_per_epoch == 0:
             is_first = step == min(self._lookahead_steps, self._steps_per_epoch)

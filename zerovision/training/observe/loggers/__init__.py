@@ -47,7 +47,7 @@ def open_loggers(
         settings: the run's complete configuration.
         folder: the run's folder.
         facts: the result of `zerovision.training.observe.environment.describe_run`.
-        more: additional files that describe the run, name -> content.
+        more: contents of additional files that describe the run, by file name.
         first_step: the run's first step, 0 unless the run resumes; anything logged earlier for later steps is void.
     """
     from zerovision.training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger

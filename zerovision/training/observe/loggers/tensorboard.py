@@ -16,7 +16,7 @@ from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.observe.loggers.confusion import confusion_picture
 
 LARGEST_PICTURE = 200  # classes
-SECONDS_BETWEEN_PICTURES = 30.0  # drawing one takes as long as a step
+SECONDS_BETWEEN_PICTURES = 30.0  # drawing a picture takes as long as a step
 
 
 class TensorBoardLogger(RunLogger):

@@ -20,7 +20,7 @@ from zerovision.training.base.run_folder import PACKAGE, TRACKERS, RunFolder
 from zerovision.training.observe.loggers.text import EventLogger
 
 MOST_WAITING = 1000  # events
-ENDING_SECONDS = 120.0  # that a run waits for its tracker at its end
+ENDING_SECONDS = 120.0  # how long a run waits for its tracker at the end
 MODULE = "zerovision.training.observe.loggers.tracker_process"
 
 
@@ -43,7 +43,7 @@ class TrackerLogger(EventLogger):
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-                start_new_session=True,  # it does not receive Ctrl-C, and ends when its input ends
+                start_new_session=True,  # the process does not receive Ctrl-C, and ends when its input ends
             )
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
         self._teller = threading.Thread(target=self._tell, daemon=True)

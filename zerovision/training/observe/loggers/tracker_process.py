@@ -57,7 +57,7 @@ class WandbRun:
         except wandb.Error:
             if known_as is None:
                 raise
-            # Not every server can rewind. A server that only appends ignores repeated steps, which have equal values.
+            # Not every server can rewind. A server that only appends ignores repeated steps, whose values are the same.
             self._run = wandb.init(**settings, resume="allow")
 
     def scalars(self, values: dict[str, float], step: int) -> None:
@@ -79,7 +79,7 @@ class WandbRun:
 
 
 class MlflowRun:
-    """A run in MLflow, on the server of MLFLOW_TRACKING_URI, or in <log folder>/mlflow; repeated steps stay in it."""
+    """A run in MLflow, on the server of MLFLOW_TRACKING_URI, or in <log folder>/mlflow; repeated steps appear twice."""
 
     refused: Sequence[str] = ()
 
@@ -101,7 +101,7 @@ class MlflowRun:
                 mlflow.create_experiment(experiment, artifacts)
         mlflow.set_experiment(experiment)
         self.known_as = mlflow.start_run(known_as, run_name=folder.name, log_system_metrics=True).info.run_id
-        if known_as is None:  # MLflow rejects other values for parameters that a run already has
+        if known_as is None:  # MLflow rejects different values for parameters that a run already has
             end = time.monotonic() + OPENING_SECONDS
             self.refused = self._set({key: str(value)[:LONGEST_VALUE] for key, value in config.items()}, end)
 
@@ -135,7 +135,7 @@ class MlflowRun:
 
 
 class TrackioRun:
-    """A run in Trackio, in the files of <log folder>/trackio; repeated steps stay in it."""
+    """A run in Trackio, in the files of <log folder>/trackio; repeated steps appear twice."""
 
     refused: Sequence[str] = ()
 
@@ -166,11 +166,11 @@ class TrackioRun:
 TRACKER_RUNS: dict[str, Any] = {"wandb": WandbRun, "mlflow": MlflowRun, "trackio": TrackioRun}
 
 
-SECONDS_AFTER_TRAINER = 60.0  # in which this process must end after the trainer has ended
-PREFIXES = {"step": "train", "end": "run"}  # of the names of an event's numbers; the default is the event's kind
+SECONDS_AFTER_TRAINER = 60.0  # within which this process must end after the trainer has ended
+PREFIXES = {"step": "train", "end": "run"}  # of the names of an event's numbers; by default, the event's kind
 # An epoch's numbers that are also sent as those of the best epoch so far, because trackers list the last value sent.
 BEST = ("epoch", "score", "val_loss", "val_top1", "val_top5")
-ALERTS = ("checkpoint_failed", "diverged", "gave_up")  # events that a person should learn of immediately
+ALERTS = ("checkpoint_failed", "diverged", "gave_up")  # events that a person should learn about immediately
 FILES = (
     *(names.CONFIG, names.ENVIRONMENT, names.METRICS, names.EVALUATION, names.TEST_EVALUATION),
     *(names.CARD, names.REPORT, names.WEIGHTS),
@@ -203,7 +203,7 @@ class Feeder:
         """Pass events on until the trainer reports the end of the run or dies."""
         step, status = 0, "killed"
         for text in sys.stdin:
-            if not text.endswith("\n"):  # the trainer was killed while writing it
+            if not text.endswith("\n"):  # the trainer was killed while writing the line
                 break
             event = json.loads(text)
             kind = event.pop("kind")
@@ -250,7 +250,7 @@ def _numbers(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]
 
 
 def _end_after(trainer: int) -> None:
-    """End this process a while after the trainer has ended, even if the library is waiting; runs in a thread."""
+    """End this process a while after the trainer has ended, even if the library is still waiting; runs in a thread."""
     while os.getppid() == trainer:
         time.sleep(1)
     time.sleep(SECONDS_AFTER_TRAINER)
