@@ -61,12 +61,12 @@ class Fp32Muon(muon.Muon):
 
 # Options of timm's rules, in addition to the learning rate, the weight decay and the momentum.
 OPTIONS: dict[str, dict[str, Any]] = {
-    # One pass over each flat tensor: a step takes 0.87 of the time that it takes with PyTorch's default.
+    # One pass over each flat tensor: a step takes 0.87 times as long as with PyTorch's default.
     **{name: {"fused": True} for name in ("adam", "adamw", "sgd", "momentum", "nesterov")},
     # The engine clips gradients.
     "lamb": {"max_grad_norm": None},
 }
-# How to initialize state that does not start with zeros, by the rule's class and the kind of state.
+# How to initialize state that does not start as zeros, by the rule's class and the kind of state.
 STARTS = {("RMSpropTF", "square_avg"): torch.ones_like, ("MADGRAD", "x0"): torch.clone}
 
 AVERAGES = "averages"  # key of a parameter group: names of the averages of its weights in the optimizer's state
@@ -84,12 +84,12 @@ def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, P
 
     Vectors (biases and norm weights) have no weight decay, which would only hurt (Goyal et al. 2017,
     https://arxiv.org/abs/1706.02677, section 3). With `--no-weight-decay model`, parameters named in a timm model's
-    `no_weight_decay` have none either. With `--layer-decay`, a layer's learning rate is that of the next layer towards
-    the head, times the layer decay (Bao et al. 2021, https://arxiv.org/abs/2106.08254, appendix). The layers are those
-    of `timm.optim.param_groups_layer_decay`.
+    `no_weight_decay` have no weight decay either. With `--layer-decay`, a layer's learning rate is that of the next
+    layer toward the head, times the layer decay (Bao et al. 2021, https://arxiv.org/abs/2106.08254, appendix). The
+    layers are those of `timm.optim.param_groups_layer_decay`.
 
     Raises:
-        UserError: for a layer decay if only one layer is trained, or if timm does not divide the model into layers.
+        UserError: for a layer decay, if only one layer is trained or if timm does not divide the model into layers.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if config.layer_decay == 1 and config.no_weight_decay == "vectors":
@@ -218,7 +218,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the state tensors that the optimizer has for each weight; SGD without momentum has none.
+    """Return the names of the state tensors that the optimizer has for each weight: none for SGD without momentum.
 
     The names include those of averages of the weights; see `zerovision.training.steps.weight_average`.
     """
@@ -234,7 +234,7 @@ def moments_of(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[s
 
 
 def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
-    """Create the optimizer's state for weights before the first step, as that step would.
+    """Create the optimizer's state for weights before the first step, as the first step itself would.
 
     This gives every engine moments to save, and lets a fused optimizer skip its first step, after which SGD would
     otherwise use uninitialized memory as momentum.

@@ -15,7 +15,7 @@ from zerovision.training.base.errors import UserError, shown, unknown_name
 # These rules work with every engine and strategy: an element's update depends only on that element's history, so flat
 # parts of parameters can be updated like whole parameters.
 ELEMENT_WISE = [*("adamw", "adam", "sgd", "momentum", "nesterov", "lion", "adan", "madgrad", "rmsprop", "rmsproptf")]
-# These rules add a small number to the learning rate, so weights change even at a rate of 0.
+# These rules add a small number to the learning rate, so weights change even if the rate is 0.
 SHIFTED_RATE = ("madgrad",)
 # These rules update matrices and convolutions; `--fallback-optimizer` updates all other parameters.
 MATRIX_RULES = ("muon",)
@@ -25,19 +25,19 @@ MOST_TIMES = 1000.0  # upper limit of a fallback's factor on the learning rate
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
-    """Return a function that parses numbers from `low` to below `high`, or whole numbers if `low` is an int."""
+    """Return a function that parses a number x with low <= x < high, which is a whole number if `low` is an int."""
 
     def read(word: str) -> float:
         value = type(low)(word)
-        if not low <= value < high:  # nan is in no range
+        if not low <= value < high:  # NaN is in no range
             raise ValueError
         return value
 
     return read
 
 
-# For each of the OPTIONS of `--optimizer`, a description of its values and the function that parses them. Further
-# options of timm's rules would change what kind of rule they are.
+# For each of the OPTIONS of `--optimizer`, a description of its values and the function that parses them. timm's other
+# options are left out, because they would turn a rule into a different kind of rule.
 OPTION_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     **dict.fromkeys(("alpha", "momentum"), ("a number from 0 to below 1", _number(0.0, 1))),
     **dict.fromkeys(("eps", "trust_coeff"), ("a number above 0", _number(sys.float_info.min, math.inf))),
@@ -111,7 +111,7 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_
         shards_parameters: whether the strategy shards parameters or their gradients.
 
     Raises:
-        UserError: if not; the message contains what to type instead.
+        UserError: if the rule does not exist or does not work with them; the message says what to type instead.
     """
     if name not in (allowed := [*ELEMENT_WISE, *WHOLE_PARAMETER]):
         raise unknown_name("optimizer", name, allowed)

@@ -29,7 +29,7 @@ def _polynomial(progress: float, power: float = 1.0) -> float:
 
 
 SMALLEST, FEWEST_EPOCHS = sys.float_info.min, 0.1  # lower limits of the numbers in `--schedule`
-FEWEST_WARMUP_STEPS = 50  # at a network's own high rate, which would be unstable in the first steps
+FEWEST_WARMUP_STEPS = 50  # at a network's own high rate, at which the first steps would be unstable
 
 # The rate's distance from its final value, which falls from 1 to 0, as a function of the share of the decay completed.
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -53,8 +53,8 @@ class Schedule:
         final_scale: final rate as a share of the peak.
         head_steps: number of steps in which the backbone is frozen.
         shape: shape of the decay, as in `SHAPES`.
-        stable_steps: number of steps before the decay, if more than `warmup_steps`.
-        cooldown_steps: number of steps at the end of the run, which have the final rate.
+        stable_steps: number of steps before the decay, if larger than `warmup_steps`.
+        cooldown_steps: number of steps at the final rate, at the end of the run.
         drops: steps at which the rate is multiplied by `drop_rate`, in ascending order.
         drop_rate: factor on the rate at each of `drops`.
     """
@@ -71,7 +71,7 @@ class Schedule:
     drop_rate: float = 1.0
 
     def shortened(self, total_steps: int, *, only_head: bool) -> Schedule:
-        """Return the schedule scaled to another number of steps, all of which train only the head or all layers."""
+        """Return the schedule scaled to another number of steps, which all train either only the head or all layers."""
         share = total_steps / self.total_steps
         return dataclasses.replace(
             self,
@@ -104,7 +104,7 @@ class Schedule:
 
 
 def has_slow_backbone(config: RecipeSettings) -> bool:
-    """Return whether a pretrained backbone is trained with its own learning rate below a new head."""
+    """Return whether a pretrained backbone is trained below a new head, at a learning rate of its own."""
     return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
 
 
@@ -144,7 +144,7 @@ def stable_epochs(config: RecipeSettings) -> int:
 
 def _number(word: str, low: float, high: float = 1e6) -> float:
     number = float(word)
-    if not low <= number <= high:  # nan is in no range
+    if not low <= number <= high:  # NaN is in no range
         raise ValueError
     return number
 
@@ -174,7 +174,8 @@ class Form(NamedTuple):
     """A form of learning rate decay.
 
     Attributes:
-        fields: function from the settings, the steps per epoch and the words after the name to fields of `Schedule`.
+        fields: function that returns fields of `Schedule` for the settings, the steps per epoch and the words after the
+            name.
         usage: the name of the form, and the options that may follow it.
     """
 
@@ -203,12 +204,12 @@ def schedule_fields(text: str, config: RecipeSettings, steps_per_epoch: int) -> 
         raise unknown_name("schedule", name, SCHEDULES)
     try:
         return SCHEDULES[name].fields(config, steps_per_epoch, *words)
-    except (KeyError, TypeError, ValueError):  # an unknown shape, too many words, an invalid number
+    except (KeyError, TypeError, ValueError):  # an unknown shape, too many words or an invalid number
         raise UserError(f"schedule {shown(text)}: expected {SCHEDULES[name].usage}.") from None
 
 
 def given_decay(text: str) -> float:
-    """Return the epochs given for wsd's decay, which must fit into the run; 0 for 'auto' and other schedules."""
+    """Return the epochs given for the decay of wsd, which must fit into the run; 0 for 'auto' or another schedule."""
     name, decay, *_ = *text.split(":"), "auto"
     return 0.0 if name != "wsd" or decay == "auto" else float(decay)
 

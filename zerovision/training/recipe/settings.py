@@ -13,7 +13,7 @@ from zerovision.training.recipe.schedule import SCHEDULES
 
 @dataclasses.dataclass(frozen=True)
 class RecipeSettings(RunSettings):
-    """Settings of the optimizer and the schedule."""
+    """Settings for the optimizer and the schedule."""
 
     optimizer: str = option(
         "adamw",

@@ -24,7 +24,7 @@ from zerovision.training.recipe import read_tune
 # In layers of other types, adding an adapter's weight to the layer's weight does not add the adapter's output.
 ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-SMALL_SHARE = 0.05  # of the model; a note points out adapters that are larger
+SMALL_SHARE = 0.05  # share of the model; a note points out adapters that are larger
 
 
 def tune(built: BuiltModel, word: str) -> BuiltModel:
@@ -38,8 +38,8 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
         The same network with a note for the log.
 
     Raises:
-        UserError: if the network's head is unknown, if the network has fewer than N layers or no layer for an adapter,
-            or if the network does not work with adapters.
+        UserError: if the network's head is unknown, if the network has fewer than N layers or no layer that can have an
+            adapter, or if the network does not work with adapters.
     """
     kind, number = read_tune(word)
     module, heads = built.module, built.head_parameter_names
@@ -78,7 +78,7 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
             layers.setdefault(layer, []).append(name)
     parts: list[list[str]] = []
     for _, names_of_layer in sorted(layers.items()):
-        # A norm that timm counts as a separate layer, such as the one before the head, belongs to the layer before it.
+        # A norm that timm counts as a separate layer, such as the norm before the head, belongs to the layer before it.
         if parts and all(module.get_parameter(name).ndim < 2 for name in names_of_layer):
             parts[-1] += names_of_layer
         else:
@@ -126,7 +126,7 @@ def _add_adapters(built: BuiltModel, rank: int) -> int:
             f"--tune lora:{rank}: no layer of this model takes an adapter of this rank: use another --tune."
         )
     try:
-        from peft import LoraConfig, inject_adapter_in_model  # it takes seconds to import
+        from peft import LoraConfig, inject_adapter_in_model  # importing peft takes seconds
     except ImportError as error:
         raise UserError(
             f"--tune lora:{rank}: the package peft cannot be imported ({error}): {cure_of_missing('peft')}."
@@ -196,7 +196,7 @@ class BackboneFreezer:
     """
 
     def __init__(self, module: nn.Module, head_parameter_names: Collection[str]) -> None:
-        """Find the frozen layers of the model; an engine may shard its parameters afterwards."""
+        """Find the frozen layers of the model; an engine may shard the model's parameters afterward."""
         self._module = module
         head_names = {name.rpartition(".")[0] for name in head_parameter_names}
         self._heads = [module.get_submodule(name) for name in sorted(head_names)]

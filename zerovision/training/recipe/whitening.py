@@ -1,8 +1,8 @@
 """A frozen first convolution that whitens small patches of the images.
 
 Half of its filters are the eigenvectors with the largest eigenvalues of the covariance of training image patches, each
-divided by the square root of its eigenvalue. The other half are the negatives of these, because a ReLU often follows
-(Jordan 2024, https://arxiv.org/abs/2404.00498, and its code, `init_whitening_conv`).
+divided by the square root of its eigenvalue. The other half are the negatives of the first half, because a ReLU often
+follows (Jordan 2024, https://arxiv.org/abs/2404.00498, and the paper's code, `init_whitening_conv`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None
 
 
 def whitening_filters(images: Iterable[torch.Tensor], size: tuple[int, ...]) -> torch.Tensor:
-    """Return the whitening filters of all patches, float32 [n, n] with n = C x height x width, by falling eigenvalue.
+    """Return the whitening filters of all patches by descending eigenvalue, float32 [n, n] with n = C x height x width.
 
     Args:
         images: images, each float32 [C, H, W].

@@ -26,7 +26,7 @@ class ClassCounts(NamedTuple):
 
     @property
     def precision(self) -> np.ndarray:
-        """The share of the samples predicted as a class that belong to it, float64 [C]; 0 if there are none."""
+        """The share of samples predicted as a class that belong to the class, float64 [C]; 0 without such samples."""
         return _divide(self.right, self.predicted)
 
     @property
@@ -49,7 +49,7 @@ class ClassCounts(NamedTuple):
 
     @property
     def macro_f1(self) -> float:
-        """The mean F1 of the classes that occur or are predicted, as in scikit-learn; NaN if there are none."""
+        """The mean F1 of the classes that occur or are predicted, as in scikit-learn; NaN without such classes."""
         return float(self.f1[self.occurs].mean()) if self.occurs.any() else math.nan
 
     @property

@@ -26,7 +26,7 @@ def count_classes(scores: Scores, num_classes: int) -> ClassCounts:
 
 
 def score_of(scores: Scores, name: str, num_classes: int) -> float:
-    """Return one of `points.SCORE_NAMES` for an evaluation with details; a score in `AREAS` also requires areas."""
+    """Return one of `points.SCORE_NAMES` for an evaluation with details; scores in `AREAS` also need `scores.areas`."""
     if name in AREAS:
         return getattr(scores.areas, name)
     if name in ("macro_f1", "balanced_accuracy"):
@@ -35,7 +35,7 @@ def score_of(scores: Scores, name: str, num_classes: int) -> float:
 
 
 def keeps_probabilities(score: str, samples: int, num_classes: int, batch_size: int, ranks: int) -> bool:
-    """Return whether a score requires all probabilities of an evaluation, and they are few enough to keep."""
+    """Return whether a score requires all probabilities of an evaluation, and whether these are few enough to keep."""
     return score in AREAS and _probability_bytes(samples, num_classes, batch_size, ranks) <= MOST_PROBABILITY_BYTES
 
 

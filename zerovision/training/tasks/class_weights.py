@@ -14,7 +14,7 @@ HEAVIEST = 10**6
 
 
 def given_weights(value: str) -> dict[str, float]:
-    """Return the weights by class name from `--class-weights`; empty for "none" and "balanced".
+    """Return the weights by class name from `--class-weights`; no weights for "none" and "balanced".
 
     Raises:
         UserError: for an invalid value, an unreadable file, or a weight that is not between 0 and a million.
@@ -29,7 +29,7 @@ def given_weights(value: str) -> dict[str, float]:
             weights[name] = float(number)
         except ValueError:
             weights[name] = math.nan
-        if not (name and 0 <= weights[name] <= HEAVIEST):  # nan is in no range
+        if not (name and 0 <= weights[name] <= HEAVIEST):  # NaN is in no range
             raise UserError(f"--class-weights {shown(value)}: expected {USAGE}; a weight is from 0 to {HEAVIEST}.")
     return weights
 
@@ -64,7 +64,7 @@ def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int])
         counts: number of training samples per class.
 
     Raises:
-        UserError: if the data has no class with a given name, or if all samples have weight 0.
+        UserError: if a given name is not the name of a class in the data, or if all samples have weight 0.
     """
     if value == "none":
         return None

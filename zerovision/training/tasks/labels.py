@@ -35,7 +35,7 @@ class OneLabel:
     Attributes:
         name: value of `--task`.
         output: description of how logits are converted to probabilities.
-        thresholds: float64 [C], the probability from which each class is predicted; None if only the most probable
+        thresholds: float64 [C], the lowest probability at which each class is predicted; None if only the most probable
             class is predicted.
     """
 
@@ -82,7 +82,7 @@ class OneLabel:
         return logarithms.exp()
 
     def chosen(self, probabilities: np.ndarray) -> list[int] | None:
-        """Return the classes predicted from an image's probabilities [C]; None if only the most probable is."""
+        """Return the classes predicted from an image's probabilities [C], or None to predict only the most probable."""
         return None
 
     def recorder(self, *, keeps_probabilities: bool = False) -> SampleRecorder:
@@ -90,7 +90,7 @@ class OneLabel:
         return SampleRecorder(self, keeps_probabilities=keeps_probabilities)
 
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
-        """Return `scores` extended by those that need all probabilities; for the other arguments, see `mean_areas`.
+        """Return `scores` plus the scores that need all probabilities; for the other arguments, see `mean_areas`.
 
         This is a collective.
         """
@@ -112,14 +112,14 @@ def build_loss(
     build: Callable[[TaskSettings, torch.Tensor | None], Loss] | None = None,
     around: Callable[[Loss], Loss] | None = None,
 ) -> Loss:
-    """Build the loss of a run, which depends only on the micro-batch; for an ensemble it is the mean over its members.
+    """Build the loss of a run, which depends only on the micro-batch; for an ensemble, it is the mean over the members.
 
     Args:
         config: the run's configuration.
         class_names: the name of each class.
         counts: number of training samples of each class.
         device: device of the logits.
-        build: function that builds the loss; None for the function in `LOSSES` that `config.loss` names.
+        build: function that builds the loss; None for the function that `LOSSES` contains for `config.loss`.
         around: function that extends a loss of logits [B, C] to an ensemble's logits [B, C, members]; None to average
             the loss over the members.
 
@@ -159,8 +159,8 @@ def _check_threshold(config: TaskSettings, classes: int) -> None:
 def cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
     """Build PyTorch's cross-entropy, multiplied by the weight of the target's class.
 
-    PyTorch's own class weights also apply to the smoothed targets of other classes: with two classes, images of a class
-    that is 20 times as frequent as the other would then be trained to be predicted as the other class.
+    PyTorch's own class weights also apply to the smoothed targets of other classes. With two classes, one 20
+    times as frequent as the other, a network would then learn to predict the rare class for images of the frequent one.
     """
     smoothing = config.label_smoothing
 

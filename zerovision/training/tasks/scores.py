@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TOP_K = 5
 # Losses are rounded to multiples of this before they are added. float64 sums of such multiples are exact below 2**29,
-# so they depend neither on the order nor on the number of ranks. A float32 of at least 0.5 already is such a multiple.
+# so they depend neither on the order nor on the number of ranks. A float32 of at least 0.5 is already such a multiple.
 LOSS_UNIT = 2.0**-24
 SORTED_AT_ONCE = 2**22  # probabilities
 
@@ -30,7 +30,7 @@ SORTED_AT_ONCE = 2**22  # probabilities
 class Areas(NamedTuple):
     """Areas under curves, averaged over the classes that have samples.
 
-    They are NaN if no class has samples, or if a probability is not finite.
+    The areas are NaN if no class has samples, or if a probability is not finite.
 
     Attributes:
         auroc: area under the receiver operating characteristic curve: the share of pairs of a sample in the class and a
@@ -83,7 +83,7 @@ class Scores:
 
     Attributes:
         counts: counts of each class if classes are predicted by thresholds, otherwise None.
-        thresholds: float64 [C], the probability from which each class is predicted; None if only the most probable
+        thresholds: float64 [C], the lowest probability at which each class is predicted; None if only the most probable
             class is predicted.
         task: the value of `--task` if classes are predicted by thresholds.
     """
@@ -120,7 +120,7 @@ class ScoreSums:
             losses: [B], each sample's loss.
             logits: [B, classes], or [B, classes, members] for an ensemble, whose mean probability is scored.
             labels: [B] int64.
-            weights: [B], 1 for samples that count, 0 for padding.
+            weights: [B], 1 for samples that are counted, 0 for padding.
         """
         with torch.no_grad():
             if logits.ndim > 2:
@@ -151,9 +151,9 @@ class ScoreSums:
         self._sums.copy_(state if applied is False else torch.where(applied, self._sums, state))
 
     def reduce(self, world: World) -> Scores:
-        """Return the averages over all ranks' samples, NaN if there are none; a collective with a device sync."""
+        """Return the averages over all ranks' samples, or NaN if there are none; a collective with a device sync."""
         sums = sum_over_ranks(self._sums, world.data)
-        copy_from_main([sums], world.replica)  # so that all ranks decide by the same bits
+        copy_from_main([sums], world.replica)  # so that all ranks base their decisions on the same bits
         loss, top1, top5, count = sums.tolist()
         divisor = count or math.nan
         return Scores(loss / divisor, top1 / divisor, top5 / divisor, int(count))
@@ -207,7 +207,7 @@ def rows_of_all(batches: list[torch.Tensor], world: World) -> torch.Tensor:
     """Return the rows [B, n] of all ranks' batches, on the CPU of every rank; a collective."""
     own = torch.cat(batches)
     rows = gather_rows(own.reshape(-1), world.data).view(-1, own.shape[1])
-    copy_from_main([rows], world.replica)  # so that all ranks decide by the same bits
+    copy_from_main([rows], world.replica)  # so that all ranks base their decisions on the same bits
     return rows.cpu()
 
 
@@ -223,7 +223,7 @@ def mean_areas(
         world: the ranks.
     """
     found, at_once = [], max(SORTED_AT_ONCE // max(len(order), 1), 1)
-    for first in range(0, own[0].shape[1], at_once):  # a rank has memory for only some classes of all samples
+    for first in range(0, own[0].shape[1], at_once):  # a rank has memory for the probabilities of only some classes
         block = rows_of_all([batch[:, first : first + at_once] for batch in own], world)[order].numpy()
         if not np.isfinite(block).all():
             return Areas(math.nan, math.nan)

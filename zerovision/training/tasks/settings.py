@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from zerovision.training.engines.engine import Loss
 
-TASKS: tuple[type[Task], ...] = (Contrastive, Multilabel, Distillation, Task)  # the first that is turned on is used
+TASKS: tuple[type[Task], ...] = (Contrastive, Multilabel, Distillation, Task)  # the first task turned on is used
 
 # Functions, or their import paths, that build the loss per image from the settings and the class weights (or None).
 LOSSES: dict[str, str | Callable[[Any, torch.Tensor | None], Loss]] = {
@@ -31,7 +31,7 @@ EMBEDDING_SIZE = 128  # outputs of the projection, as in Khosla et al.
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings(RunSettings):
-    """Settings of the loss, a teacher, and the score that chooses the best epoch."""
+    """Settings for the loss, a teacher, and the score that chooses the best epoch."""
 
     loss: str = option(
         "cross_entropy",

@@ -32,10 +32,10 @@ class Task(Mode):
     """What a network learns: in this class, one class per image; other tasks override what differs.
 
     Attributes:
-        views: smallest number of times that each image occurs in a step.
+        views: minimum number of times that each image occurs in a step.
         compares: whether the loss compares all images of a step, which may pass through the network twice.
         tells_one_class: whether the network has one output per class, and each image has one class.
-        usual: the defaults of settings that have another default in this task.
+        usual: the defaults of the settings whose default is different in this task.
         loss_scale: size of the training loss relative to cross-entropy.
         identity: what a checkpoint and the run that resumes from it must have in common, besides the recipe.
         data: the run's data.
@@ -111,17 +111,17 @@ class Task(Mode):
         return build_loss(self.config, self.data.class_names, self.data.train_counts, self.world.device, **parts)
 
     def readers(self, build: Callable[..., tuple[Loader, Loader]]) -> tuple[Loader, Loader]:
-        """Return the loaders of training and validation batches from `build`, which accepts additional sets to read."""
+        """Return the training and validation loaders, built by `build`, which accepts additional sets to read."""
         return build()
 
     def notes(self, weights: str) -> list[str]:
-        """Return notes about what users may not expect of the weights in the file `weights`."""
+        """Return notes about properties of the weights in the file `weights` that users may not expect."""
         return []
 
     def before_training(self, train: Loader, forward: Forward, say: Callable[[str], None]) -> int:
         """Do one-time work before training; return the signal that interrupted this work, or 0; a collective.
 
-        This is only called if there are steps left to train.
+        This is called only if there are steps left to train.
         """
         return 0
 

@@ -26,7 +26,7 @@ class Contrastive(Task):
         **{"engine": OUR_ENGINE, "compile": NOT_COMPILED},
     }
     resumable = ("gradient_cache",)
-    views = 2  # each image is also compared with another augmentation of itself
+    views = 2  # each image is also compared with a second augmentation of itself
     compares = True
     tells_one_class = False
 
@@ -50,7 +50,7 @@ class Contrastive(Task):
         return GradientCache(self.world.data, leaves, self.config.temperature, len(self.data.class_names))
 
     def readers(self, build: Callable[..., tuple[Loader, Loader]]) -> tuple[Loader, Loader]:
-        """See `Task`; also loads training images without augmentation, by whose features images are classified."""
+        """See `Task`; also loads training images without augmentation, whose features are used to classify images."""
         from zerovision.training.data.datasets import ImageDataset
         from zerovision.training.data.loader import Loader
         from zerovision.training.data.sampler import EvaluationPlan

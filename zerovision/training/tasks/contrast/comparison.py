@@ -50,7 +50,7 @@ class GradientCache:
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `zerovision.training.engines.engine.Step`."""
         held, buffers, outputs = [*given.batches], engine.buffers.copy(), list[torch.Tensor]()
-        is_single = len(held) == 1  # keep its graph, because no other micro-batch needs the memory
+        is_single = len(held) == 1  # if so, keep the graph: no other micro-batch needs the memory
         with torch.set_grad_enabled(is_single):
             for micro_step, batch in enumerate(held):
                 given.seed_leaf(micro_step)
@@ -89,7 +89,7 @@ class Contrast(NamedTuple):
     """The result of comparing N images.
 
     Attributes:
-        losses: float32 [N], 0 for an image that is the only one of its class.
+        losses: float32 [N], 0 for an image that is the only image of its class.
         shares: float32 [N, classes], similarity of each image to the other images of each class; rows add up to 1.
         gradient: float32 [N, D], gradient of the weighted sum of losses with respect to the embeddings.
     """
@@ -108,7 +108,7 @@ def contrast(
     in the same order, so that only one block needs memory, and the bits depend only on the embeddings.
 
     Args:
-        embeddings: float32 [N, D], with any norms above 0.
+        embeddings: float32 [N, D], with arbitrary norms above 0.
         labels: int64 [N].
         weights: float32 [N]; images with weight 0 are neither anchors nor compared.
         temperature: divisor of the cosines.
@@ -123,7 +123,7 @@ def contrast(
             similarity = unit[anchors] @ unit.T / temperature
             is_other = (weights > 0) & (torch.arange(len(labels), device=labels.device) != anchors[:, None])
             is_positive = is_other & (labels == labels[anchors, None])
-            # The lowest number instead of minus infinity, so that an image compared with none has gradient 0, not NaN.
+            # The lowest number instead of minus infinity, so that the gradient of an image compared with none is 0.
             kept = similarity.masked_fill(~is_other, torch.finfo(similarity.dtype).min)
             log_share = kept - kept.logsumexp(1, keepdim=True)
             found = -torch.where(is_positive, log_share, 0.0).sum(1) / is_positive.sum(1).clamp(min=1)

@@ -40,8 +40,8 @@ class SeveralLabels(OneLabel):
 
     Args:
         classes: number of classes, K.
-        thresholds: float64 [K], the probability from which each class is predicted; None for the thresholds with the
-            best F1 in an evaluation.
+        thresholds: float64 [K], the lowest probability at which each class is predicted; None for the thresholds with
+            the best F1 in an evaluation.
         sets: float32 [S, K], the set of classes that each label stands for; None if no images are evaluated.
     """
 
@@ -53,7 +53,7 @@ class SeveralLabels(OneLabel):
         self.thresholds, self._sets = thresholds, torch.empty(0, classes) if sets is None else sets
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
-        """See `OneLabel`; labels stay the same, and the sets for which they stand use the model's class indices."""
+        """See `OneLabel`; labels stay the same, but the sets that they stand for use the model's class indices."""
         assert data.sets is not None
         targets = data.sets.targets
         sets = torch.zeros(len(targets), self.num_classes).index_copy_(1, numbers, targets)
@@ -89,7 +89,7 @@ class SeveralLabels(OneLabel):
         return np.flatnonzero(probabilities >= self.thresholds).tolist()
 
     def recorder(self, *, keeps_probabilities: bool = True) -> SampleRecorder:
-        """See `OneLabel`; all probabilities are always kept, and finally gathered on every rank."""
+        """See `OneLabel`; all probabilities are always kept, and gathered on every rank at the end."""
         return SampleRecorder(self, keeps_probabilities=True)
 
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
@@ -108,7 +108,8 @@ def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarra
     """Return the threshold with the highest F1 of each class, float64 [K].
 
     A threshold is halfway between the lowest accepted probability and the next lower one. In a tie, the highest
-    threshold is returned; for a class without samples, 0.5. The arguments are bool [N, K] and float32 [N, K].
+    threshold is returned; for a class without samples, the result is 0.5. The arguments are bool [N, K] and float32
+    [N, K].
     """
     found = np.full(targets.shape[1], 0.5)
     for number, (own, values) in enumerate(zip(targets.T, probabilities.T.astype(np.float64), strict=True)):

@@ -51,8 +51,8 @@ MOST_KEPT_BYTES = 2 * 10**9  # of the teacher's outputs, on each rank
 class Teacher:
     """Maps a batch of the run, with images float32 [B, C, S, S], to the teacher's logits, float32 [B, classes].
 
-    The images are normalized for the student, which this class corrects. The teacher runs in evaluation mode, without
-    gradients, so its outputs depend only on the images, and not on the rank.
+    The images are normalized for the student; this class converts them to the teacher's normalization. The teacher runs
+    in evaluation mode, without gradients, so its outputs depend only on the images, and not on the rank.
 
     Args:
         module: the teacher's network.
@@ -65,7 +65,7 @@ class Teacher:
     Attributes:
         digest: SHA-256 of the teacher's tensors.
         kept: stored outputs for the training images, float32 [N, classes]; None if outputs are computed in each step.
-        note: how the run's preprocessing differs from the teacher's, or ''.
+        note: text that says how the run's preprocessing differs from the teacher's; '' if it does not.
     """
 
     note = ""
@@ -147,7 +147,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
                 raise UserError(f"--teacher {config.teacher} does not take {size}-pixel images: {one_line(failure)}.")
         order = torch.tensor(_order(config, data, *outputs))
         teacher = Teacher(module, order, own, given, precision, world.device)
-        if config.teacher_classes:  # with another order of classes, it is another teacher
+        if config.teacher_classes:  # a different order of classes makes it a different teacher
             teacher.digest = hashlib.sha256(f"{teacher.digest} {order.tolist()}".encode()).hexdigest()
         teacher.note = differences(made, here, of_arrays=data.train.source.in_memory)
         return teacher
@@ -191,7 +191,8 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
         config: the run's configuration, which names the teacher and may name a file of its classes.
         data: the run's data.
         number: number of the teacher's outputs.
-        known: lists of names of the outputs; several if outputs have alternative names, none if names are unknown.
+        known: lists of names of the outputs; several lists if outputs have alternative names, none if names are
+            unknown.
 
     Raises:
         UserError: if a class has no known output, or if the file of classes does not fit the teacher.
