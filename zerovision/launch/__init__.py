@@ -1,1 +1,1 @@
-"""Starts the ranks of a training on one machine, over ssh or under Slurm; watches and restarts them."""
+"""Starts the ranks of a training run on one machine, over ssh, or under Slurm; monitors and restarts them."""

@@ -2,20 +2,21 @@
 
     python zerovision/launch/agent.py node01
 
-The launch starts an agent locally, or through ssh or srun, whose stdin and stdout carry the messages. Agents do not
-listen on a port, so only ssh's keys, or Slurm, decide who may start one. An order is a message of one of these kinds:
+The launch starts an agent locally, or through ssh or srun, in which case their stdin and stdout carry the messages.
+Agents do not listen on a port, so access is controlled by ssh's keys or by Slurm. An order is a message of one of
+these kinds:
 
-    prepare   kill leftover processes of earlier starts; answer "ready" with facts about this machine, or an error
+    prepare   kill leftover processes of earlier starts; answer "ready" with either facts about this machine or an error
     mark      write a file into the log folder, to be removed before the ranks start; answer "mark"
-    see       answer "see": whether the file that another node has written into the log folder is visible here
+    see       check whether a file that another node has written into the log folder is visible here; answer "see"
     facts, listen, reach, all-reduce   answer the doctor's question in a message of the same kind (machine_facts.py)
     start     start the ranks; answer "ended" when all their processes have ended
     signal    forward a signal to the ranks
     end       kill the ranks immediately
     beat      do nothing: a heartbeat
 
-When the connection closes or nothing arrives for `LOST_SECONDS`, the agent lets its ranks save and stop; after silence,
-it kills the ranks that are still running `CUT_OFF_SECONDS` later.
+When the connection closes or nothing arrives for `LOST_SECONDS`, the agent lets its ranks save and stop. If the
+connection went silent, the agent also kills the ranks that are still running `CUT_OFF_SECONDS` later.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from zerovision.training.world.network_interfaces import (
     route_towards,
 )
 
-CUT_OFF_SECONDS = 5.0  # for the ranks of a node that is cut off to exit: they cannot agree with other ranks
+CUT_OFF_SECONDS = 5.0  # time for the ranks of a node that is cut off to exit; they cannot agree with other ranks
 
 
 def main() -> int:
@@ -86,13 +87,13 @@ class Agent:
     """Follows the orders of the launch."""
 
     def __init__(self, node: str, channel: Channel, address: str, lost_s: float) -> None:
-        """Serve `channel` as `node`, which the launch reached on `address` ('' if not known).
+        """Act over `channel` as the agent of `node`, which the launch reached at `address` ('' if unknown).
 
         A launch that is silent for `lost_s` seconds is considered lost.
         """
         self._node, self._channel, self._address, self._lost_s = node, channel, address, lost_s
         self._orders: queue.Queue[Message | None] = queue.Queue()
-        # Signals from the launch, or from Slurm, which may signal a single node: the ranks of all nodes agree to stop.
+        # Slurm may also send signals, perhaps to a single node only; the ranks of all nodes then agree to stop.
         self._received = receive_signals()
         self._last_message = time.monotonic()
         self._is_closed = False
@@ -112,11 +113,11 @@ class Agent:
         }
 
     def serve(self) -> None:
-        """Follow orders; return when the launch is gone, or has closed the connection."""
+        """Follow orders until the launch is gone or has closed the connection."""
         for work in (self._listen, self._beat, self._watch):
             threading.Thread(target=work, daemon=True).start()
-        # The agent stays until the launch leaves, even after "ended": exiting with an unread message would reset the
-        # connection, and the launch might miss the last answer.
+        # The agent keeps running until the launch disconnects, even after sending "ended". Exiting with an unread
+        # message would reset the connection, and the launch might miss the last answer.
         with self._folders, contextlib.closing(self._launcher):
             while (order := self._orders.get()) is not None:
                 answer, act = self._answers[order["kind"]]
@@ -143,7 +144,10 @@ class Agent:
             time.sleep(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """Let the ranks exit if the launch is silent; a separate thread sends heartbeats, which may block."""
+        """Let the ranks save and exit if the launch goes silent.
+
+        Another thread sends the heartbeats, because sending may block.
+        """
         while True:
             silent_s = time.monotonic() - self._last_message
             if not self._is_closed and silent_s > self._lost_s:
@@ -159,8 +163,8 @@ class Agent:
             self._received.append(signal.SIGTERM)
 
     def _prepare(self, order: Message) -> Message:
-        """End processes of an earlier start; return facts about this machine, or what is wrong."""
-        self._launch.mark = f"{order['mark']}-{self._node}"  # two nodes may be one machine under two names
+        """Kill processes left over from an earlier start; return facts about this machine, or an error."""
+        self._launch.mark = f"{order['mark']}-{self._node}"  # two node names may refer to the same machine
         self._launch.kill(spared_pid=self._launcher.pid)
         self._gpus = len(usable_gpus())
         remove_stale_build_locks(Path(order["environment"]["TORCH_EXTENSIONS_DIR"]))
@@ -185,8 +189,8 @@ class Agent:
         }
 
     def _find_out(self, order: Message) -> Message:
-        """Answer a question from the doctor; the output of libraries is discarded."""
-        from zerovision.launch.machine_facts import ANSWERS  # takes as long as all imports of a start
+        """Answer a question from the doctor, discarding the output of libraries."""
+        from zerovision.launch.machine_facts import ANSWERS  # slow: takes as long as all imports for a start
 
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
@@ -222,19 +226,19 @@ class Agent:
         return dataclasses.asdict(ending) | progress
 
     def _progress(self) -> Message:
-        """Return the run's name and newest checkpoint for a restart; '' and -1 if no ranks are running."""
+        """Return the run's name and newest checkpoint position for a restart; '' and -1 if no ranks are running."""
         if self._node_run is None or self._folder is None:
             return {"run_name": "", "position": -1}
         return {"run_name": self._folder.run_name(), "position": self._folder.checkpoint_position()}
 
     def _environment(self, order: Message, folder: HeartbeatFolder) -> dict[str, str]:
-        """Return the ranks' environment variables: this machine's, the launch's, and the folder for heartbeats."""
+        """Return the ranks' environment variables: this machine's and the launch's, plus the folder for heartbeats."""
         environment = launch_environment(self._launch, folder, {**os.environ, **order["environment"]})
         restart = order["environment"][RESTARTS_VARIABLE]
-        if restart != "0":  # a killed compiler leaves an incomplete library
+        if restart != "0":  # a killed compiler may have left an incomplete library
             environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder.path}/compiled-{restart}")
         environment |= malloc_variables(environment, self._gpus > 0)
-        # More threads than cores are far slower: 2 ranks with 2 threads each on 2 cores took 15 times as long.
+        # Running more threads than cores is far slower: 2 ranks with 2 threads each on 2 cores took 15 times as long.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // order["local_size"])))
         # This folder contains ninja, which compiles an engine's operators.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])

@@ -1,7 +1,7 @@
-"""Declares and checks the command lines of the three launchers: positional arguments, flags, environment variables.
+"""Declares and checks the command lines of the three launchers: positional arguments, flags and environment variables.
 
-Every other flag belongs to the training entry, whose parser checks it before any rank starts. This module does not
-import torch.
+All other flags belong to the training entry point, whose parser checks them before any rank starts. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def _setting(default: Any, kind: str = "", *, low: int = 1, high: int = 0, has_v
 class LaunchArguments:
     """The arguments of a launcher.
 
-    Fields with a default are settings: `max_restarts` is set by the flag --max-restarts (or --max_restarts), or, for
-    settings with `has_variable`, by the environment variable MAX_RESTARTS.
+    Fields with a default are settings. For example, `max_restarts` is set by the flag --max-restarts (or
+    --max_restarts) or, because it is declared with `has_variable`, by the environment variable MAX_RESTARTS.
     """
 
     script: str  # a key of `LAUNCHERS`
-    positional: dict[str, str]  # as given: model, strategy, num_gpus, ...
-    flags: list[str]  # of the training entry
+    positional: dict[str, str]  # as typed: model, strategy, num_gpus, ...
+    flags: list[str]  # flags of the training entry point
     dry_run: bool
     master_port: int = _setting(0, high=65535, has_variable=True)  # 0: any free port
     max_restarts: int = _setting(3, low=0, high=1000, has_variable=True)
@@ -84,12 +84,12 @@ class LaunchArguments:
 
     @property
     def training(self) -> list[str]:
-        """The arguments of the training entry, in the '=' form, in which no value can be read as a flag."""
+        """The training entry point's arguments as --flag=value, so that no value can be mistaken for a flag."""
         words = [f"{flag}={self.positional[word]}" for flag, word in WORD_OF.items()]
         return [*words, *self.flags]
 
     def command(self, program: str) -> list[str]:
-        """Return the command that runs `program` with these arguments, with flags instead of variables."""
+        """Return the command that runs `program` with these arguments, using flags instead of environment variables."""
         command = [sys.executable, program, self.script, *self.positional.values()]
         for field in LAUNCHERS[self.script].fields:
             value = getattr(self, field.name)
@@ -143,14 +143,15 @@ LAUNCHERS = {
 
 @current_folder_kept_out()
 def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run `main` on the command line and exit with its result; print a known error as one line and exit with its code.
+    """Run `main` on the command line and exit with its result; print an expected error as one line and exit with its
+    code.
 
-    The process gets SIGTERM when its caller ends (`end_with_caller`).
+    The process receives SIGTERM when its caller exits (`end_with_caller`).
     """
     end_with_caller()
     outlast_readers()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks start, Ctrl-C causes no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks start, Ctrl-C exits without a traceback
     try:
         if sys.argv[-2:] == ["--help", "all"]:
             check_training(sys.argv[-2:])  # prints the flags, and exits
@@ -169,8 +170,8 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
         environment: the environment variables; an empty variable is treated as unset.
 
     Raises:
-        UserError: if a launcher's argument is missing, out of range, or contradicts another. The training's arguments
-            are not checked here.
+        UserError: if an argument of the launcher is missing, is out of range, or contradicts another argument.
+            Arguments of the training entry point are not checked here.
     """
     launcher = LAUNCHERS[script]
     names = launcher.positional.split()
@@ -194,7 +195,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     if found.min_nodes > found.nodes:
         raise UserError(f"--min-nodes {found.min_nodes}: expected a whole number from 1 to {found.nodes}.")
     threads = environment.get("OMP_NUM_THREADS", "")
-    if not re.fullmatch(r"([1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*)?", threads):  # OpenMP would print its own messages
+    if not re.fullmatch(r"([1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*)?", threads):  # OpenMP would print messages of its own
         raise UserError(f"OMP_NUM_THREADS {shown(threads)}: expected a whole number from 1 to 9999.")
     if not re.fullmatch(r"[A-Za-z0-9_,]*", found.forward_env):
         raise UserError(f"FORWARD_ENV {shown(found.forward_env)}: expected names separated by commas.")
@@ -242,7 +243,7 @@ def _text(word: str) -> str:
 
 
 def _with_dashes(word: str) -> str:
-    """Return a launcher's flag with dashes in place of underscores; any other word unchanged."""
+    """Return a launcher's flag with dashes in place of underscores; return any other word unchanged."""
     start, equals, value = word.partition("=")
     flag = start.replace("_", "-")
     return flag + equals + value if flag in SETTINGS else word
@@ -265,7 +266,7 @@ def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
 def with_flags(script: str, words: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return a launcher's command line with flags added, each in the form FLAG=VALUE.
 
-    A flag for a positional argument changes that argument.
+    A flag that corresponds to a positional argument changes that argument instead.
     """
     names, line = LAUNCHERS[script].positional.split(), [*words]
     for flag in flags:
@@ -278,10 +279,10 @@ def with_flags(script: str, words: Sequence[str], flags: Sequence[str]) -> list[
 
 
 def check_training(arguments: Sequence[str]) -> TrainConfig:
-    """Return the configuration from the arguments of the training entry.
+    """Return the configuration that the arguments of the training entry point describe.
 
     Raises:
-        UserError: for anything that the entry would reject.
+        UserError: for anything that the entry point would reject.
     """
     config, _ = parse_args(arguments)
     check_files(config)

@@ -1,4 +1,4 @@
-"""Assesses the facts about machines for a training, and returns the rows of the doctor's table."""
+"""Assesses machines for a training run, from facts about them, and returns the rows of the doctor's table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB, GIB = 2**20, 2**30
 SHARED_BYTES_PER_RANK = 66 * MIB
 MEMORY_BYTES_PER_RANK = GIB  # without a model: torch, an engine and their libraries
 LOG_BYTES = 100 * MIB  # for logs and small checkpoints
-OPEN_FILES_OF_A_RANK = 256  # libraries, loader workers and log files; sockets to other ranks are added
+OPEN_FILES_OF_A_RANK = 256  # for libraries, loader workers and log files; sockets to other ranks are added separately
 HOT_C = 84.0
 USED_MIB = 1024  # GPU memory that other programs may use before the start
 HOSTS_NAMED, FINDINGS_SHOWN = 4, 2
@@ -33,8 +33,8 @@ class Row:
 
     Attributes:
         check: what was examined, in a few words.
-        verdict: "wrong" if it prevents a training or falsifies the results, "warning" if it slows a training down or
-            may end it, else "ok".
+        verdict: "wrong" if the finding prevents training or falsifies its results, "warning" if it slows training down
+            or may end it, otherwise "ok".
         found: what was found, in one line.
         cure: what to do about it, in one line; '' if there is nothing to do.
         host: the machine; '' if the line is about all machines or none in particular.
@@ -48,7 +48,7 @@ class Row:
 
 
 def join_hosts(rows: Iterable[Row]) -> list[Row]:
-    """Merge rows that differ only in the host, and all "ok" rows of a check; keep the order."""
+    """Merge rows that differ only in the host, and merge all "ok" rows of a check, keeping the order."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         key = (row.check, row.verdict) if row.verdict == "ok" else (row.check, row.verdict, row.found, row.cure)
@@ -64,20 +64,20 @@ def join_hosts(rows: Iterable[Row]) -> list[Row]:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first names, separated by commas, and how many more there are."""
+    """Return the first few names, separated by commas, and the number of remaining names."""
     more = len(names) - HOSTS_NAMED
     return ", ".join(names[:HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus: bool, saved_bytes: int) -> list[Row]:
-    """Return the rows for one machine of a training.
+    """Return the rows for one machine of a training run.
 
     Args:
-        facts: see `machine_facts`.
+        facts: result of `machine_facts`.
         ranks: number of ranks on the machine; 0 if unknown.
         all_ranks: number of ranks on all machines.
         cluster_has_gpus: whether any machine has a GPU.
-        saved_bytes: bytes of the weights and one checkpoint, 0 if unknown.
+        saved_bytes: total size in bytes of the weights and one checkpoint, or 0 if unknown.
     """
     rows = [
         assess_packages(facts, read_pins((REPO_ROOT / "requirements.txt").read_text())),
@@ -97,7 +97,7 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
 
 
 def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
-    """Compare the installed versions with requirements.txt; torch and torchvision must match."""
+    """Compare the installed versions with requirements.txt, and check that torch and torchvision match."""
     versions = {name: version.partition("+")[0] for name, version in facts["software"].items() if name != "code"}
     packages = {name: version for name, version in versions.items() if name != "Python"}
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -121,7 +121,7 @@ def read_pins(requirements: str) -> dict[str, str]:
 
 
 def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
-    """Compare the number of GPUs (or of cores without GPUs) with the ranks (0: unknown), and the driver with torch."""
+    """Compare the GPUs (or the cores, if there are no GPUs) with the ranks (0: unknown), and the driver with torch."""
     gpus, ranks = facts["gpus"], max(ranks, 1)
     if facts["gpu_problem"]:
         cure = "load the driver (modprobe nvidia), or check dmesg for Xid errors"
@@ -135,7 +135,7 @@ def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
     built, driver = facts["torch_cuda"], facts["driver_cuda"]
     if built is None:
         return Row("GPUs", "wrong", f"{found}, but torch is a CPU build", "install torch with CUDA: make clean setup")
-    if driver and int(built.partition(".")[0]) > int(driver.partition(".")[0]):  # a driver runs newer minor versions
+    if driver and int(built.partition(".")[0]) > int(driver.partition(".")[0]):  # newer minor versions are fine
         cure = "install a newer driver, or a torch built for the older CUDA"
         return Row("GPUs", "wrong", f"{found} runs CUDA {driver}, torch was built for {built}", cure)
     return Row("GPUs", "ok", found)
@@ -163,7 +163,7 @@ GPU_CURES = {
 
 
 def assess_gpu_health(gpus: Sequence[Facts]) -> list[Row]:
-    """Assess memory errors, temperature, and memory in use; return no rows without a GPU."""
+    """Assess memory errors, temperature, and memory in use; return no rows if there is no GPU."""
     found: dict[Verdict, list[str]] = {}
     for number, gpu in enumerate(gpus):
         for verdict, name, most, said in GPU_LIMITS:
@@ -238,7 +238,7 @@ def _limit(row: Row, available: float, needed: float, show: Callable[[float], st
 
 
 def assess_versions(hosts: Mapping[str, Facts], here: Mapping[str, str]) -> list[Row]:
-    """Compare Python, libraries and code, including uncommitted changes; this machine's versions break a tie."""
+    """Compare the hosts' Python, libraries and code (with uncommitted changes); this machine's versions break a tie."""
     cure = "check out the same commit there (git status, git pull) and run make setup, or share the folder"
     same = ", ".join(f"{name} {version[:12]}" for name, version in here.items())
     differing = differences({**{host: facts["software"] for host, facts in hosts.items()}, HERE: here}, here)
@@ -261,7 +261,7 @@ def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
 
 
 def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
-    """Return a row if any paths failed; its host is in most failed paths, or is the target of a single failed path.
+    """If any paths failed, return a row for the host in most of them, or for the target if only one path failed.
 
     Args:
         failed: for each failed path, the host that could not connect, the target host, and its port.

@@ -1,4 +1,4 @@
-"""Runs one start of a training on its nodes: directs the agents, and stops all nodes when one fails."""
+"""Starts a training job once on its nodes: directs the agents, and stops all nodes if one of them fails."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABL
 from zerovision.training.base.units import cpu_ranks, plural
 
 LOOK_SECONDS = 0.1
-LEAVE_SECONDS = 30.0  # for other nodes to exit once one has ended in the way that all should
-RETURN_SECONDS = 30.0  # between two attempts to reach a host that a running start lacks
+LEAVE_SECONDS = 30.0  # time for the other nodes to exit once one node has ended the way all should
+RETURN_SECONDS = 30.0  # between two attempts to reach a host that the current start runs without
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Hosts:
     """What a launch remembers about its hosts from one start to the next.
 
     Attributes:
-        returns: number of times that each host rejoined a running training.
-        hangs: number of hangs whose hung rank was on each host.
+        returns: number of times that each host has rejoined a running job.
+        hangs: number of hangs that a rank on each host has caused.
         doubtful: hosts that the next start leaves out if possible.
     """
 
@@ -43,7 +43,7 @@ class Hosts:
     doubtful: set[str] = field(default_factory=set)
 
     def hung(self, host: str) -> None:
-        """Count a hang on this host, which is doubtful after the second one."""
+        """Count a hang on this host; after the second hang, the host is doubtful."""
         self.hangs[host] += 1
         if self.hangs[host] > 1:
             self.doubtful = {host}
@@ -66,17 +66,17 @@ class ClusterRun:
         self._has_gpus = True
         self._first_reason = ""  # why the first lost node was lost
         self._sent = 0
-        self._absent: Roster | None = None  # hosts that this start lacks, which are contacted again and again
+        self._absent: Roster | None = None  # hosts that this start runs without and keeps trying to reach
         self._absent_s = 0.0  # seconds between two attempts to reach an absent host
-        self._back: list[str] = []  # returned hosts, for which the ranks were stopped
+        self._back: list[str] = []  # hosts that have returned; the ranks were stopped to let them rejoin
         self._deadline = math.inf
 
     def run(self, restart: int, resuming: list[str]) -> Started:
-        """Start the ranks; return when no rank is left on any reachable node.
+        """Start the ranks; return when no rank is running on any reachable node.
 
         Args:
             restart: number of restarts so far.
-            resuming: flags with which the training entry resumes its run.
+            resuming: flags that make the training entry point resume its run.
         """
         try:
             doubtful, self._hosts.doubtful = self._hosts.doubtful, set()
@@ -95,7 +95,7 @@ class ClusterRun:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return Started(Ending(error.exit_code, str(error)), "", -1)
         finally:
-            if not self._plan.is_local:  # the local agent stays, with the modules imported
+            if not self._plan.is_local:  # the local agent keeps running, with its modules imported
                 self._nodes.close()
 
     def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
@@ -126,7 +126,7 @@ class ClusterRun:
         elif self._sent and signal.SIGINT in self._received:
             self._deadline = now
         if self._note_losses():
-            self._deadline = min(self._deadline, now)  # the other nodes cannot continue without it
+            self._deadline = min(self._deadline, now)  # the other nodes cannot continue without the lost one
         self._deadline = min(self._deadline, now + self._seconds_left())
         if now > self._deadline:
             for node in filter(Node.is_working, self._taking_part):
@@ -139,12 +139,12 @@ class ClusterRun:
         return bool(reasons)
 
     def _seconds_left(self) -> float:
-        """Return the number of seconds that working nodes have to exit on their own."""
+        """Return how many seconds the nodes that are still running have left to exit on their own."""
         endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
         others = self._taking_part if len(self._taking_part) > 1 else []
         failing = any(node.messages.get("beat", {}).get("failing") for node in others if node.is_working())
         if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
-            return DEAD_RANK_SECONDS + 1  # as long as a node waits after one of its own ranks has died
+            return DEAD_RANK_SECONDS + 1  # a second longer than a node waits after one of its own ranks has died
         return LEAVE_SECONDS if endings else math.inf
 
     def _pass_on(self) -> None:
@@ -157,7 +157,7 @@ class ClusterRun:
         self._received.clear()
 
     def _expect_absent(self, used: list[str]) -> None:
-        """Keep trying to reach the unused hosts, at an interval that doubles each time one of them has returned."""
+        """Keep trying to reach the unused hosts, at an interval that doubles each time one of them returns."""
         absent = [host for host in self._plan.hosts if host not in used]
         if absent:
             self._absent_s = RETURN_SECONDS * 2 ** max(self._hosts.returns[host] for host in absent)
@@ -199,7 +199,7 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
 
     Args:
         nodes: the nodes of the start, rank 0's first; each has sent "ended" or is lost.
-        lost: why the first lost node was lost, '' if no node was lost.
+        lost: why the first lost node was lost, or '' if no node was lost.
         was_stopped: whether the ranks were sent a signal to stop.
     """
     endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
@@ -218,7 +218,7 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
     failures = [ending for host, ending in endings.items() if ending.code and not ending.is_final and host in by_itself]
     if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.hang_order]:
         return min(hung, key=lambda ending: ending.hang_order or (True, 0))
-    # A failure by a signal is the cause; other nodes end with 1 because they lost the connection to that node.
+    # A node whose rank was killed by a signal is the cause; other nodes exit with 1 because they lost the connection.
     failures.sort(key=lambda ending: ending.code <= 128)
     worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not report that training is done")
     return Ending(worst.code, worst.reason, is_final=was_stopped)

@@ -50,7 +50,7 @@ from zerovision.training.world.network_interfaces import interface_of
 
 SOMETHING_WRONG_EXIT_CODE = 1
 DATA_HELP = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values()).replace("%", "%%")
-REACH_SECONDS = 60.0  # for a connection
+REACH_SECONDS = 60.0  # time limit for a connection
 # Time limits for answers.
 FACTS_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 300.0, 30.0, 60.0, 60.0  # listing a data set is slow
 COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
@@ -68,7 +68,7 @@ class DoctorSettings(CommandSettings):
     python scripts/doctor.py --check-data ~/photos                      # every image of a data set
     python scripts/doctor.py --check-data list.csv --task multilabel --label-column tags
 
-    The trainer's flags work here too, such as --task and --label-column. Inside a Slurm job the doctor examines the
+    The trainer's flags, such as --task and --label-column, also work here. Inside a Slurm job the doctor examines the
     job's machines. Exit code: 0 no problem, 1 a problem, 2 a mistake in the arguments.
     """
 
@@ -92,7 +92,7 @@ class DoctorSettings(CommandSettings):
             raise UserError("--hostfile, --hosts and --here each choose the machines: give only one of them.")
 
     def config(self) -> TrainConfig:
-        """Return the training's configuration, with the doctor's own flags applied."""
+        """Return the training configuration, with the doctor's own flags applied."""
         own = {"--data": self.check_data or self.data, "--log-dir": self.log_dir}
         own_words = [f"{flag}={value}" for flag, value in own.items() if value is not None]
         return parse_args([*self.training_words, *own_words], self.parser().flags)[0]
@@ -103,11 +103,11 @@ class Request:
     """What to examine.
 
     Attributes:
-        slots: number of ranks by host, in order; 0 for all GPUs of a host, or one CPU rank.
+        slots: number of ranks on each host, in order; 0 means one rank per GPU, or one CPU rank on a host without GPUs.
         shell: how to reach the hosts: a key of `zerovision.launch.hosts.SHELLS`.
-        config: settings of the training, or the defaults.
+        config: training configuration, or the defaults.
         has_data: whether to examine the data set in `config`.
-        has_training: whether `config` describes a training, rather than the defaults.
+        has_training: whether `config` describes a training run rather than the defaults.
     """
 
     slots: Mapping[str, int]
@@ -123,7 +123,7 @@ class Request:
 
     @property
     def log_dir(self) -> str:
-        """The absolute path of the folder of all logs."""
+        """The absolute path of the folder that contains all logs."""
         return str(Path(self.config.log_dir).expanduser().absolute() if self.config.log_dir else log_folder())
 
 
@@ -164,7 +164,7 @@ def request_of(given: DoctorSettings) -> Request:
     """Return what to examine.
 
     Raises:
-        UserError: for a mistake in the training's arguments or the names of the machines.
+        UserError: for a mistake in the training flags or in the names of the machines.
     """
     node_list = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")
     slots, shell = {HERE: 0}, "local"
@@ -194,7 +194,7 @@ def data_fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def examine(request: Request) -> list[Row]:
-    """Return all rows; equal rows of several hosts are merged."""
+    """Return all rows, merging equal rows of several hosts."""
     with closing(Nodes(request.shell)) as nodes:
         hosts, rows = _facts(nodes, request)
         if hosts and not request.is_alone:
@@ -245,7 +245,7 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
 
 
 def _examine_shared_logs(nodes: Nodes, log_dir: str, hosts: Mapping[str, Facts]) -> list[Row]:
-    """Let the first host write a file into the log folder, and the other hosts look for it."""
+    """Have the first host write a file into the log folder, and the other hosts look for it."""
     writing = [host for host, facts in hosts.items() if not facts["log_folder"]["problem"]]
     if len(writing) < 2:
         return []
@@ -258,7 +258,7 @@ def _examine_shared_logs(nodes: Nodes, log_dir: str, hosts: Mapping[str, Facts])
 
 
 def _examine_network(nodes: Nodes, request: Request, hosts: Mapping[str, Facts]) -> list[Row]:
-    """Let the hosts on which torch loads connect to each other, and then measure an all-reduce of all ranks."""
+    """Have the hosts that can import torch connect to each other, then measure an all-reduce across all ranks."""
     hosts = {host: facts for host, facts in hosts.items() if not facts["import_problem"]}
     use_gpu = all(facts["gpus"] and facts["torch_cuda"] for facts in hosts.values())
     ranks = {host: _ranks(request.slots[host], facts, use_gpu) for host, facts in hosts.items()}
@@ -290,13 +290,13 @@ def _examine_network(nodes: Nodes, request: Request, hosts: Mapping[str, Facts])
 
 
 def _ranks(slots: int, facts: Facts, use_gpu: bool) -> int:
-    """Return a host's number of ranks in the network check: at most its GPUs, or its cores if some host has no GPU."""
+    """Return a host's number of ranks in the network check: at most one per GPU, or per core if any host has no GPU."""
     most = len(facts["gpus"]) if use_gpu else facts["cores"]
     return min(slots or (most if use_gpu else 1), most)
 
 
 def _address_of(host: str) -> str:
-    """Return the IPv4 or IPv6 address of a name, '' if it cannot be resolved here."""
+    """Return the IPv4 or IPv6 address of a name, or '' if this machine cannot resolve it."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -304,7 +304,7 @@ def _address_of(host: str) -> str:
 
 
 def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[Any]]:
-    """Let each host connect to the first host and to the next one in a ring; return the paths that failed."""
+    """Have each host connect to the first host and to the next host in a ring; return the paths that failed."""
     opened = nodes.ask(list(addresses), "listen", PATHS_SECONDS, addresses=addresses)
     ports = {host: answer["port"] for host, answer in opened.items() if "port" in answer}
     hosts = list(ports)
@@ -317,7 +317,7 @@ def _failed_paths(nodes: Nodes, addresses: Mapping[str, str]) -> list[Sequence[A
     return [path for answer in tried.values() for path in answer.get("failed", ())]
 
 
-# Text on stderr (from OpenSSH's messages) -> finding and cure; the first match counts.
+# Text on stderr (from OpenSSH's messages) -> finding and cure; the first match is used.
 SSH_COMPLAINTS = {
     "IDENTIFICATION HAS CHANGED": ("its host key has changed", "if that is expected: ssh-keygen -R {host}"),
     "Host key verification failed": ("its host key is unknown to ssh", "ssh {host} once and accept the key"),

@@ -1,7 +1,7 @@
-"""The hosts of a launch, and the commands that start a program on them, connected to this process's pipes.
+"""The hosts of a launch, and the commands that start a program on each of them, connected to this process by pipes.
 
 A remote shell parses ssh's command, so the command consists only of quoted constants; user input (arguments, variables,
-folders) goes to the program's standard input.
+folders) is sent over the program's standard input.
 
 Hostfiles are read strictly: other launchers read `slots=4abc` as 4, accept `slots=0`, and run `-oProxyCommand=...` as a
 command. Each line is `name slots=N`; blank lines and comments (#) are allowed. This module does not import torch.
@@ -30,8 +30,8 @@ SSH_OPTIONS = {
     "ServerAliveCountMax": 3,
     "ControlPath": "none",  # a separate connection, which ends with this process
 }
-# Some of these variables, which sbatch sets, make srun give each task only a share of the node, but the agent is its
-# only task. Others redirect the agent's standard streams, which carry messages.
+# Variables that sbatch sets. Some make srun give each task only a share of the node, although the agent is srun's only
+# task. Others redirect the agent's standard streams, which carry messages.
 DROPPED_VARIABLES = frozenset(
     f"SLURM_{name}"
     for name in (
@@ -61,7 +61,7 @@ def srun_command(host: str, command: list[str]) -> Command:
     """Return the command that runs `command` once on a host of this Slurm allocation.
 
     `command` starts all ranks of its node, so it must see all of the job's GPUs on that node. Even without
-    --unbuffered, which would make its standard output a terminal, each line arrives as soon as it is complete.
+    --unbuffered, which would make the command's stdout a terminal, each line arrives as soon as it is complete.
 
     Args:
         host: name of a host of the allocation.
@@ -91,7 +91,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         The slots of all hosts in the file, by name, in order.
 
     Raises:
-        UserError: for a file that cannot be read, a malformed line, a host given twice, or too few hosts or slots; the
+        UserError: for a file that cannot be read, a malformed line, a repeated host, or too few hosts or slots; the
             message names the file and the line.
     """
     try:
@@ -137,7 +137,7 @@ def split_hosts(names: str, nodes: int = 1) -> list[str]:
 
 
 def scontrol(*arguments: str, stderr: int | None = None) -> str | None:
-    """Run Slurm's scontrol; return its output, None if it fails."""
+    """Run Slurm's scontrol; return its output, or None if it fails."""
     command = ["scontrol", *arguments]
     try:
         return subprocess.run(

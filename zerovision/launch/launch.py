@@ -34,7 +34,7 @@ from zerovision.training.world.launchers import refuse_a_pod_alone, remember_lin
 
 
 def main(words: list[str]) -> int:
-    """Launch the training that a script's name, its arguments and the environment describe; return the exit code."""
+    """Launch the run that a script's name, its arguments and the environment describe; return the exit code."""
     script, *arguments = words
     given = read_arguments(script, arguments, os.environ)
     is_local = "num_nodes" not in given.positional
@@ -81,7 +81,7 @@ def preflight(plan: Plan) -> int:
 
 
 def train(plan: Plan, nodes: Nodes, received: list[int]) -> Started:
-    """Start the ranks on all nodes, and restart them after every failure; return how the training ended.
+    """Start the ranks on all nodes, and restart them after every failure; return how training ended.
 
     SIGINT, SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1 are forwarded to the ranks of all nodes; a second SIGINT kills the
     ranks. If this process is killed, the agents lose the connection and let the ranks save and stop.

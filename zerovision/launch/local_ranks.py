@@ -1,10 +1,10 @@
-"""Starts the ranks of one machine by forking this process, and ends all of them when one fails.
+"""Starts the ranks of one machine by forking this process, and ends all of them if one fails.
 
     python -u zerovision/launch/local_ranks.py --nproc_per_node 2 --master_port 29500 ENTRY --model-type vgg
 
-The ranks get torchrun's variables. The modules in `--preload` are imported here, once for all ranks. Under a supervisor
-(`launch.node_launcher`) this process survives a failure and forks the ranks of the next start, which need no imports.
-Nothing here may use CUDA, which does not survive a fork.
+The ranks get the same environment variables as under torchrun. The modules in `--preload` are imported here, once for
+all ranks. Under a supervisor (`launch.node_launcher`), this process survives a failure and forks the ranks of the next
+start without importing the modules again. Nothing here may use CUDA, which does not survive a fork.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from typing import Any, NoReturn
 
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"  # as in `zerovision.training.base.heartbeat`
 CHANNEL_VARIABLE = "ZEROVISION_NODE_CHANNEL"  # a socket's descriptor: ranks and exit codes go out, orders come in
-RANK_NAME = "rank "  # with its number, the name of a forked rank's process
+RANK_NAME = "rank "  # followed by the rank's number, the process name of a forked rank
 LONGEST_ORDER = 2**21  # bytes
 POLL_SECONDS = 0.05
-END_SECONDS = 30.0  # for the other ranks to exit after SIGTERM, as under torchrun
+END_SECONDS = 30.0  # time for the other ranks to exit after SIGTERM, as under torchrun
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks and wait for them; return the first failed rank's code (128 + n for signal n), or 0."""
-    if sys.flags.safe_path:  # Python has not inserted this folder, which is replaced below
+    """Start the ranks and wait for them; return the exit code of the first failed rank (128 + n for signal n), or 0."""
+    if sys.flags.safe_path:  # Python has not inserted this entry, which is replaced below
         sys.path.insert(0, str(Path(__file__).resolve().parent))
     descriptor = os.environ.pop(CHANNEL_VARIABLE, "")
     channel = socket.socket(fileno=int(descriptor)) if descriptor else None
@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
     while True:
         ranks = [fork_rank(given, local_rank, channel) for local_rank in range(given.nproc_per_node)]
         report(channel, ranks={given.node_rank * len(ranks) + local_rank: pid for local_rank, pid in enumerate(ranks)})
-        # Not earlier: until now, a signal ends this process, and with it every rank (`heartbeat.end_with_parent`).
+        # Forward signals only from here on: until now, a signal ends this process, and every rank with it
+        # (`heartbeat.end_with_parent`).
         with passing_signals_on(ranks):
             code = wait_for_all(ranks, channel, given.stop_timeout)
         report(channel, code=code)
@@ -75,7 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def import_ahead(names: str) -> None:
-    """Import modules (separated by commas) for all ranks; the ranks report what cannot be imported.
+    """Import modules (separated by commas) for all ranks, which report any module that cannot be imported.
 
     Garbage collection is off during the imports: it would take a fifth of the time and find nothing.
     """
@@ -115,7 +116,7 @@ def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
         "WORLD_SIZE": str(given.nnodes * given.nproc_per_node),
         "LOCAL_WORLD_SIZE": str(given.nproc_per_node),
     }
-    # The command and variables in /proc are the launcher's; this name identifies a rank to the supervisor and `top`.
+    # /proc shows the launcher's command and variables, so this name identifies a rank to the supervisor and `top`.
     Path("/proc/self/comm").write_text(f"{RANK_NAME}{place['RANK']}")
     os.environ.update(place, MASTER_ADDR=given.master_addr, MASTER_PORT=given.master_port)
     torch = sys.modules.get("torch")
@@ -135,7 +136,7 @@ def report(channel: socket.socket | None, **message: object) -> None:
 
 
 def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
-    """Return the arguments and changed variables of the next start, None if no start follows."""
+    """Return the arguments and changed variables of the next start, or None if there is no next start."""
     if channel is not None:
         with contextlib.suppress(OSError):
             if order := channel.recv(LONGEST_ORDER):
@@ -191,9 +192,9 @@ def wait_for_all(ranks: list[int], channel: socket.socket | None = None, stop_ti
 
 
 def _end_of(rank: int) -> int | None:
-    """Return a rank's exit code (128 + n for signal n), None while the rank runs.
+    """Return a rank's exit code (128 + n for signal n), or None while the rank runs.
 
-    An ended rank is not reaped: the supervisor reads the exit code of the zombie.
+    A rank that has exited is not reaped, so that the supervisor can read the zombie's exit code.
     """
     end = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if end is None:
@@ -202,7 +203,7 @@ def _end_of(rank: int) -> int | None:
 
 
 def _send(ranks: list[int], number: int) -> None:
-    """Send a signal to every rank; an ended rank is a zombie until the next start, so its pid is not reused."""
+    """Signal every rank; a rank that has exited stays a zombie until the next start, so its pid is not reused."""
     for rank in ranks:
         os.kill(rank, number)
 

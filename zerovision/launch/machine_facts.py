@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 CONNECT_SECONDS = 3.0
-REPEATS = 3  # all-reduces of each size, of which the fastest counts
+REPEATS = 3  # all-reduces of each size; the fastest one counts
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}
 LONG_ENOUGH_SECONDS = 0.1  # a message that takes this long is large enough: latency is a small part of it
 
@@ -97,7 +97,7 @@ def gpu_facts() -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Return why torch or torchvision cannot be imported (or None), torch's CUDA, and whether the C decoder works.
+    """Return why importing torch or torchvision fails (or None), torch's CUDA version, and whether the C decoder works.
 
     CUDA must not be initialized here, because the ranks of the network check are forked from this process.
     """
@@ -126,7 +126,7 @@ def log_folder_facts(folder: Path) -> Facts:
 
 
 def data_facts(options: Mapping[str, Any], training: Sequence[str] | None) -> Facts:
-    """Return a data set's summary (`holds`) and `hash`, and the `saved_bytes` of a run on it; or only the `problem`."""
+    """Return a data set's summary (`holds`), its `hash`, and a run's `saved_bytes`; on failure, only the `problem`."""
     from zerovision.training.data import DataOptions, load_data
 
     try:
@@ -138,7 +138,7 @@ def data_facts(options: Mapping[str, Any], training: Sequence[str] | None) -> Fa
     if training is not None:
         from zerovision.planning.run_workload import workload_of
 
-        with contextlib.suppress(Exception):  # a network whose size cannot be computed without data
+        with contextlib.suppress(Exception):  # the size of some networks cannot be computed without data
             config = replace(parse_args(training)[0], image_channels=found.preprocessing.channels)
             saved_bytes = workload_of(config, len(found.class_names), found.train.sizes[-1]).saved_bytes
     return {"holds": shown, "hash": found.fingerprint, "saved_bytes": saved_bytes}
@@ -165,7 +165,7 @@ def _connects(address: str, port: int) -> bool:
 
 
 def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
-    """Run this machine's ranks of the network check; a collective over the agents of all machines.
+    """Run this machine's ranks of the network check; a collective operation across the agents of all machines.
 
     Args:
         node: this machine's name in `ranks`.
@@ -223,7 +223,7 @@ def _run_rank(order: Mapping[str, Any], interface: str, rank: int, local_rank: i
 
 
 def _measure_all_reduce(device: torch.device) -> tuple[int, float]:
-    """Return the size in bytes and the seconds of a bandwidth-bound float32 all-reduce; a collective."""
+    """Return the bytes and the seconds of a float32 all-reduce that is limited by bandwidth; a collective operation."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Manages the process that starts the ranks of this machine: starts it, requests the next start, ends it."""
+"""Manages the process that starts this machine's ranks: runs it, tells it to start the ranks again, and ends it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
     """Return the beginning of the command that starts ranks from one process, with the modules to preload.
 
     Args:
-        engine: the configured engine; if it is not ours, also the name of its library.
+        engine: the configured engine; a third-party engine has the same name as its library.
         has_gpus: whether the ranks use GPUs.
     """
-    # No engine is preloaded for CPU ranks: the launcher may have missed GPUs, and an engine may keep the type of device
-    # for which it was imported.
+    # No engine is preloaded for CPU ranks: the launcher may have missed GPUs, and an engine may stay bound to the
+    # type of device that it was imported for.
     preloaded = [*PRELOADED, *([engine] if has_gpus and engine not in OUR_ENGINE else [])]
     return [sys.executable, "-u", LOCAL_RANKS, f"--preload={','.join(preloaded)}"]
 
@@ -48,21 +48,21 @@ def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str
     is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit, _ in OWN_LIMITS)
     if has_gpus or is_limited or any(name.startswith("MALLOC_") for name in environment):
         return {}
-    # Both are set: with only the first, the second stays at 128 KiB, and every larger tensor gets fresh pages.
+    # Both must be set: with only the first, the second stays at 128 KiB, and every larger tensor gets fresh pages.
     return {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(LARGEST_MMAP_THRESHOLD)}
 
 
 class NodeLauncher:
     """The process of `zerovision/launch/local_ranks.py`, like a Popen that can be restarted.
 
-    The process survives its ranks, and forks those of the next start without new imports; it is restarted if it has
-    ended.
+    The process outlives its ranks, and forks the ranks of the next start without importing modules again. If the
+    process itself has ended, it is restarted.
 
     Attributes:
-        returncode: exit code of the last start: the first failed rank's, in the shell's form, or the process's own, in
-            Popen's form; None while the start is running.
-        ranks: the processes of the last start by rank, empty until all exist.
-        pid: ID of the process, 0 if there is none.
+        returncode: exit code of the last start: either that of the first failed rank, in the shell's form, or that of
+            the process itself, in Popen's form; None while the ranks are running.
+        ranks: the processes of the last start, by rank; empty until all of them exist.
+        pid: ID of the process, or 0 if there is none.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class NodeLauncher:
 
     @property
     def pid(self) -> int:
-        """ID of the process that starts the ranks, 0 if there is none."""
+        """ID of the process that starts the ranks, or 0 if there is none."""
         return self._process.pid if self._process else 0
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
@@ -135,7 +135,7 @@ class NodeLauncher:
             )
 
     def _is_asked(self, command: list[str], environment: dict[str, str]) -> bool:
-        """Request another start once the process has reported the end of the last one; return whether this worked."""
+        """Request another start once the process has reported the end of the last one; return whether it succeeded."""
         deadline = time.monotonic() + LEAVE_SECONDS
         while self._process and self.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Runs one start of a machine's ranks and their launcher: forwards signals, and kills processes that do not exit."""
+"""Starts a machine's ranks and their launcher once: forwards signals, and kills processes that do not exit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from zerovision.training.base.heartbeat import SLOW_IMPORT_S
 LOOK_SECONDS = 0.25  # between two checks of the ranks
 LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker end a moment after their parent
 REPEAT_SECONDS = 0.5  # `timeout` and terminals may send two signals for one request to stop
-DEAD_RANK_SECONDS = 5.0  # for the other ranks to print and exit; they may be waiting for the dead one in a collective
-NO_RANK_SECONDS = 2 * SLOW_IMPORT_S  # until the first rank has started; the launcher may import modules for all of them
-KERNEL_KILL_SECONDS = 60.0  # within which a launch fails if the kernel has killed one of its processes to free memory
-LAUNCHER_SECONDS = 3.0  # for a launcher to notice that its ranks have ended
+DEAD_RANK_SECONDS = 5.0  # time for the other ranks to print and exit; they may wait for the dead rank in a collective
+NO_RANK_SECONDS = 2 * SLOW_IMPORT_S  # time limit for the first rank to start; the launcher may import modules for all
+KERNEL_KILL_SECONDS = 60.0  # a failure this soon after the kernel has killed a process is put down to a lack of memory
+LAUNCHER_SECONDS = 3.0  # time for a launcher to notice that its ranks have ended
 HANG_CODE = 124  # the exit code of `timeout`
 # Exit codes after which another start would end the same way.
 FINAL_CODES = AGREED_CODES | {USER_ERROR_EXIT_CODE, OUT_OF_MEMORY_EXIT_CODE}
-# Signals that the launch receives, and the signal that its ranks get for each.
+# Signal that the launch receives -> signal that its ranks receive.
 PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
@@ -58,7 +58,7 @@ class Ending:
         reason: why the start ended, without a trailing period.
         is_final: whether another start would not help.
         hang_order: after a hang, whether the hung rank's process was running rather than stopped, and the rank's step;
-            the machine with the smallest value is the likeliest cause.
+            the machine with the smallest value is the most likely cause.
     """
 
     code: int
@@ -82,7 +82,7 @@ class NodeRun:
 
         Args:
             launch: the launch's processes on this machine.
-            launcher: the process that starts the ranks; it stays for the next start.
+            launcher: the process that starts the ranks; it keeps running for the next start.
             folder: folder of the ranks' heartbeats.
             received: the list to which the signal handlers append.
             stop_timeout_s: number of seconds that the ranks have to save and exit after a signal.
@@ -90,7 +90,7 @@ class NodeRun:
         self.monitor = RankMonitor(launcher, folder)
         self._launch, self._launcher, self._folder, self._received = launch, launcher, folder, received
         self._stop_timeout_s = stop_timeout_s
-        self._sent = 0  # the signal sent to stop the ranks, 0 if none
+        self._sent = 0  # the signal sent to stop the ranks, or 0 if none
         self._deadline = math.inf  # when the ranks are killed
         self._oom_kills = 0  # number of processes that the kernel has killed to free memory
         self._kernel_killed = -math.inf  # when the last such kill was noticed
@@ -98,7 +98,7 @@ class NodeRun:
         self._is_abandoned = False
 
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:
-        """Start the ranks; return when all their processes have ended, and the launcher if no other start may follow.
+        """Start the ranks; return when all their processes have ended, including the launcher if no start can follow.
 
         Args:
             command: command of the launcher.

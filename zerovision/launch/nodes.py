@@ -1,8 +1,8 @@
 """Starts an agent on each node of a launch, and exchanges messages with the agents.
 
 A message is one line of JSON, preceded by a byte that no program prints, because a remote shell sends messages and the
-ranks' output over one stream. Writing up to 4096 bytes to a pipe is atomic, so the ranks' output may appear before or
-after a message, but never inside it.
+ranks' output over the same stream. Writing up to 4096 bytes to a pipe is atomic, so the ranks' output may appear before
+or after a message, but never inside it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LINES_KEPT = 10
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 1.0
 LAST_LINES_SECONDS = 1.0
-# A remote shell that fails with one of these may succeed later: the machine is booting, or its network briefly down.
+# A remote shell that fails with one of these may succeed later: the machine may be booting, or its network may be down.
 PASSING = (
     "refused",
     "timed out",
@@ -118,7 +118,7 @@ class Node:
         return "ended" not in self.messages and not self.lost() and time.monotonic() < self.end_by
 
     def lost(self) -> str:
-        """Return why the agent is considered lost, '' if it is not."""
+        """Return why the agent is considered lost, or '' if it is not."""
         if "ended" in self.messages:
             return ""
         if self.is_closed:
@@ -138,13 +138,13 @@ class Node:
         self.send("prepare", **order)
 
     def end(self, within_s: float) -> None:
-        """Tell the agent, at most once, to kill its ranks; give up on the agent after this many seconds."""
+        """Tell the agent to kill its ranks, unless it was already told to; give up on it after `within_s` seconds."""
         if not self.was_ended:
             self.end_by = time.monotonic() + within_s
             self.send("end")
 
     def send(self, what: str, **values: object) -> None:
-        """Send the agent a message of the kind `what`."""
+        """Send the agent a message of kind `what`."""
         if not self.channel.send({"kind": what, **values}):
             self.is_closed = True
 
@@ -159,17 +159,17 @@ class Shell:
     all_read: threading.Event = field(default_factory=threading.Event)
 
     def end(self, number: int, deadline: float) -> None:
-        """Send the process a signal (0: none) if it still runs, and wait until the deadline for it to exit."""
+        """Send the process a signal (0: none) if it is still running, and wait until the deadline for it to exit."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             if number and self.process.poll() is None:
                 os.killpg(self.process.pid, number)
             self.process.wait(max(0.0, deadline - time.monotonic()))
 
     def failure(self) -> str:
-        """Return why the host will not have an agent, '' while the process runs."""
+        """Return why no agent will run on the host, or '' while the process is running."""
         if self.process.poll() is None:
             return ""
-        # The last lines contain the reason. A leftover child may keep stderr open, so wait for its end only once.
+        # The last lines contain the reason. A leftover child may keep stderr open, so wait only once for it to end.
         self.all_read.wait(LAST_LINES_SECONDS)
         self.all_read.set()
         return self.reason()
@@ -181,7 +181,7 @@ class Shell:
 
 
 class Nodes:
-    """The agents of a launch, each with its own shell: 'local' on this machine, 'ssh' or 'srun' on others."""
+    """The agents of a launch, each reached through a shell: 'local' on this machine, 'ssh' or 'srun' on others."""
 
     def __init__(self, shell: str) -> None:
         self.found: dict[str, Node] = {}
@@ -207,7 +207,7 @@ class Nodes:
     def _start_remotely(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
         """Start an agent whose messages go over the shell's standard input and output, mixed with the ranks' output."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        # In its own session, the shell gets no Ctrl-C; the agents get orders instead.
+        # In its own session, the shell does not receive Ctrl-C; the agents receive orders instead.
         process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
         shell = Shell(process, host)
         _in_background(self._read_errors, shell)
@@ -229,7 +229,7 @@ class Nodes:
         return Node(host, Channel(reading, process.stdin.fileno()), shell, math.inf)
 
     def beat(self) -> None:
-        """Send every agent a heartbeat if it is due."""
+        """Send every agent a heartbeat if one is due."""
         now = time.monotonic()
         if now - self._beaten > BEAT_SECONDS:
             self._beaten = now
@@ -251,12 +251,12 @@ class Nodes:
         return {host: node.messages[what] for host, node in asked.items() if what in node.messages}
 
     def close(self) -> None:
-        """Close all connections and shells; agents that are still running then end their ranks."""
+        """Close all connections and shells, which makes agents that are still running end their ranks."""
         for shell in self._shells:
             assert shell.process.stdin
             with contextlib.suppress(OSError):
                 shell.process.stdin.close()
-        # An agent whose connection has closed exits, and its shell with it, unless the machine is gone.
+        # When an agent's connection is closed, the agent exits and so does its shell, unless the machine is gone.
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + LEAVE_SECONDS
             for shell in self._shells:

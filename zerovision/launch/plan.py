@@ -20,7 +20,7 @@ from zerovision.training.observe.environment import software
 from zerovision.training.observe.new_run import refuse_existing, run_folder
 from zerovision.training.world.launchers import remembered_line
 
-# Variables of the launching shell that the ranks may need. Each machine decides by itself which GPUs a process sees.
+# Variables of the launching shell that the ranks may need. Each machine decides for itself which GPUs a process sees.
 FORWARDED_PREFIXES = (
     *("NCCL_", "GLOO_", "TORCH", "UCX_", "FI_", "IBV_", "MLX5_", "OMP_", "MKL_", "KMP_", "CUDA_", "CUBLAS_"),
     *("PYTHON", "DS_", "HF_", "TIMM_", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "LC_", "LANG"),
@@ -36,11 +36,11 @@ class Plan:
 
     Attributes:
         given: the launcher's arguments.
-        arguments: arguments of the training entry.
+        arguments: arguments of the training entry point.
         config: the configuration that these arguments describe.
         hosts: names of the nodes, rank 0's first.
         shell: how to reach the nodes: a key of `zerovision.launch.hosts.SHELLS`.
-        port: port on rank 0's node at which the ranks meet, 0 for any free port.
+        port: port on rank 0's node at which the ranks meet, or 0 for any free port.
         folder: working directory of the ranks.
         mark: mark that identifies this launch's processes on every machine.
     """
@@ -56,7 +56,7 @@ class Plan:
 
     @cached_property
     def software(self) -> dict[str, str]:
-        """The launching machine's software, {} if the launch uses only this machine; see
+        """The launching machine's software, or {} if the launch uses only this machine; see
         `zerovision.training.observe.environment.software`.
         """
         return {} if self.is_local else software(self.config.plugin)
@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def min_nodes(self) -> int:
-        """The smallest number of hosts to continue with."""
+        """The minimum number of hosts needed to continue."""
         return self.given.min_nodes or len(self.hosts)
 
     @property
     def log_dir(self) -> str:
-        """The folder of all logs, which all nodes share."""
+        """The folder for all logs, which all nodes share."""
         return os.path.abspath(os.path.expanduser(self.config.log_dir or log_folder()))
 
     def environment(self) -> dict[str, str]:
@@ -97,7 +97,7 @@ class Plan:
         return forwarded | remembered_line() | {"TORCH_EXTENSIONS_DIR": extensions}
 
     def usable_nodes(self, reachable: int) -> int:
-        """Return how many of the reachable nodes can share the global batch, 0 if there are too few."""
+        """Return how many of the reachable nodes can share the global batch, or 0 if there are too few."""
         micro_steps = self._micro_steps(self.config)
         return next((n for n in range(reachable, self.min_nodes - 1, -1) if micro_steps % n == 0), 0)
 
@@ -108,7 +108,7 @@ class Plan:
         return len(self.hosts) * config.gradient_accumulation_steps
 
     def batch_flags(self, nodes: int, resuming: Sequence[str] = ()) -> list[str]:
-        """Return flags that preserve the global batch on this many nodes: fewer nodes each run more micro-steps.
+        """Return flags that preserve the global batch on this many nodes: with fewer nodes, each runs more micro-steps.
 
         Args:
             nodes: number of nodes that the start uses.
@@ -123,14 +123,14 @@ class Plan:
 def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     """Return the arguments with `auto` replaced by the strategy, batch size and flags that the planner recommends.
 
-    A batch size of `auto` is kept, unless the planner recommends fewer images than it has planned for `auto`.
+    A batch size of `auto` is kept, unless the planner recommends a smaller batch than it had assumed for `auto`.
 
     Args:
         given: arguments of the launcher.
         nodes: number of machines in the run.
 
     Raises:
-        UserError: for --gpu with another strategy, and for settings that the planner does not accept.
+        UserError: for --gpu with a strategy other than `auto`, and for settings that the planner does not accept.
     """
     if given.positional["strategy"] != AUTO:
         if given.gpu:
@@ -150,7 +150,7 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     chosen = " ".join([best.strategy, *flags])
     print(f"strategy auto: {chosen}: {reason(job, option, rungs)}", file=sys.stderr, flush=True)
     positional = given.positional | {"strategy": best.strategy}
-    if (positional["batch_size"], best.batch_size) != (AUTO, job.config.batch_size):  # otherwise the ranks find it
+    if (positional["batch_size"], best.batch_size) != (AUTO, job.config.batch_size):  # otherwise the ranks determine it
         positional["batch_size"] = str(best.batch_size)
         flags = [*flags, f"--gradient-accumulation-steps={best.gradient_accumulation_steps}"]
     return replace(given, positional=positional, flags=[*given.flags, *flags], gpu="")
@@ -162,7 +162,7 @@ def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
     A resumed run keeps the global batch of its checkpoint, which the ranks read and check.
 
     Args:
-        config: settings of the training.
+        config: training configuration.
         possible_ranks: numbers of ranks that the launch may use, the requested one first.
 
     Raises:

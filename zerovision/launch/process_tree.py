@@ -2,7 +2,7 @@
 
 The folder contains the ranks' heartbeats and is their TMPDIR. It is always removed, even after kill -9: its creator
 locks a file in it, and the next launch on this machine removes the folder if that lock is free and no process of the
-folder's launch is alive.
+folder's launch is running.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zerovision.training.world.launchers import RANK_VARIABLES
 
 POLL_SECONDS = 0.1
 LONGEST_BUILD_SECONDS = 3600.0
-KILL_SECONDS = 30.0  # do not wait forever for a process that the kernel does not end
+KILL_SECONDS = 30.0  # do not wait any longer for a process that the kernel does not end
 PREFIX = "zerovision-"
 OWNER = "owner"  # file with the launch's mark, locked by the process that made the folder
 
@@ -77,7 +77,7 @@ def send(process: psutil.Process, number: int) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process exists and is not a zombie; a stopped process is alive."""
+    """Return whether a process, even a stopped one, exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -99,10 +99,10 @@ def shell_exit_code(code: int) -> int:
 
 
 def remove_stale_build_locks(folder: Path) -> None:
-    """Remove the locks of compile jobs that no longer run; print a note about jobs that may run on another machine.
+    """Remove the locks of compile jobs that have ended; print a note about jobs that may be running on another machine.
 
-    A rank that compiles signs its locks, and torch keeps the lock files open while compiling, which identifies live
-    locks of this machine. A lock without our signature is stale after `LONGEST_BUILD_SECONDS`.
+    A rank that compiles signs its locks, and torch keeps the lock files open while compiling, which identifies locks
+    in use on this machine. A lock without our signature is stale after `LONGEST_BUILD_SECONDS`.
     """
     locks = {str(path) for path in folder.glob("**/lock")}
     for process in psutil.process_iter() if locks else ():
@@ -144,11 +144,11 @@ class HeartbeatFolder:
             return None
 
     def run_name(self) -> str:
-        """Return the run's name, '' if rank 0 has not written it."""
+        """Return the run's name, or '' if rank 0 has not written it."""
         return self._read(RUN_NAME)
 
     def checkpoint_position(self) -> int:
-        """Return the newest checkpoint's position, -1 if none was saved since `clear`."""
+        """Return the newest checkpoint's position, or -1 if none was saved since `clear`."""
         return int(self._read(CHECKPOINT) or -1)
 
     def has_succeeded(self) -> bool:
@@ -200,7 +200,7 @@ def make_temporary_folder(mark: str) -> HeartbeatFolder:
         print(f"note: {place} is used instead of TMPDIR: {wrong}", file=sys.stderr, flush=True)
     remove_abandoned(Path(place))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-    lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as this process lives
+    lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # stays open until this process exits
     with contextlib.suppress(OSError):  # without locks or disk space, the folder is never considered abandoned
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, mark.encode())
@@ -208,7 +208,7 @@ def make_temporary_folder(mark: str) -> HeartbeatFolder:
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the folders in `place` whose creator and launch have no live process."""
+    """Remove the folders in `place` whose creator has exited and whose launch has no running processes."""
     for owner in place.glob(f"{PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError):
             facts = owner.parent.lstat()
@@ -222,7 +222,7 @@ def remove_abandoned(place: Path) -> None:
 
 
 def launch_environment(launch: Launch, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a launch's processes: given variables, the launch's mark, and its temporary folder."""
+    """Return the environment of a launch's processes: the given variables, the launch's mark and temporary folder."""
     environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
     own = {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path), "TMPDIR": str(folder.path)}
     return environment | own

@@ -1,4 +1,4 @@
-"""Watches the ranks of a launch on one machine: finds ranks that died or hang, and prints the stacks of hung ranks."""
+"""Watches a launch's ranks on one machine: finds ranks that have died or hung, and prints the stacks of hung ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zerovision.training.base.errors import (
 from zerovision.training.base.heartbeat import ENDED, Heartbeat
 
 NO_BEAT = "start"  # the phase of a rank that has not written a heartbeat yet
-SUSPECT_SHARE = 0.5  # of the allowed time: if one rank is overdue, ranks that were silent this long hang with it
+SUSPECT_SHARE = 0.5  # of the allowed time: if one rank is overdue, all ranks silent for this long are considered hung
 STACK_SECONDS = 2.0
 STACK_LINES = 15
 INNERMOST_LINES = 7
@@ -83,7 +83,7 @@ class RankMonitor:
         """Read the heartbeats and find the ranks that have ended since the last call."""
         now = time.monotonic()
         if now - self._last_look > 2 * STACK_SECONDS:
-            self._awake_since = now  # this process itself was stopped, and the ranks perhaps with it
+            self._awake_since = now  # this process itself was stopped, and perhaps the ranks with it
         self._last_look = now
         self.beats |= self._folder.beats()
         dead = {death.rank for death in self.deaths}
@@ -92,15 +92,15 @@ class RankMonitor:
             codes = {rank: code_of_zombie(pid) for rank, pid in ended.items()}  # before their parent reaps them
             self.beats |= self._folder.beats()  # their last beats, written before they ended
             deaths = [self._death(rank, pid, codes[rank], now) for rank, pid in ended.items()]
-            # Of deaths found together, those by a signal come first, but those by SIGTERM last: launchers send SIGTERM.
+            # Of deaths found together, those by a signal come first, but those by SIGTERM (from launchers) come last.
             deaths.sort(key=lambda death: (death.code == -signal.SIGTERM, death.code is None or death.code >= 0))
             self.deaths += deaths
 
     def first_failure(self) -> Death | None:
-        """Return the first death that may make other ranks wait, if there is one.
+        """Return the first death that may leave other ranks waiting, or None.
 
-        If a rank ran out of memory, its death comes first, because ranks that lost their connection to it may have
-        ended earlier.
+        The death of a rank that ran out of memory takes precedence, because ranks that lost their connection to it may
+        have ended earlier.
         """
         failures = [death for death in self.deaths if death.is_failure]
         return min(failures, key=lambda death: death.code != OUT_OF_MEMORY_EXIT_CODE, default=None)
@@ -127,7 +127,7 @@ class RankMonitor:
         return sorted(suspects, key=lambda one: (one.rank not in stopped, one.step, one.monotonic))
 
     def report_hang(self, hung: list[Heartbeat]) -> None:
-        """Print to stderr which ranks hang, for how long, and the Python stacks of their main threads."""
+        """Print to stderr which ranks are hung and for how long, with the Python stacks of their main threads."""
         now = time.monotonic()
         states = {beat.rank: self._state(beat.rank) for beat in hung}
         stacks = self._stacks(hung)
@@ -142,12 +142,12 @@ class RankMonitor:
             print("\n".join(main_thread(stacks[beat.rank])) or "  (it printed no Python stack)", file=sys.stderr)
 
     def _stacks(self, hung: list[Heartbeat]) -> dict[int, str]:
-        """Request the hung ranks' stacks; return what each rank has written within `STACK_SECONDS`."""
+        """Request the hung ranks' stacks; return what each rank writes within `STACK_SECONDS`."""
         before = {beat.rank: self._folder.stack(beat.rank) for beat in hung}
         asked = [rank for rank, text in before.items() if text is not None]  # SIGUSR2 would end the other ranks
         for rank in asked:
             send(self._launcher.ranks[rank], signal.SIGUSR2)
-            send(self._launcher.ranks[rank], signal.SIGCONT)  # a stopped process gets its signals when it continues
+            send(self._launcher.ranks[rank], signal.SIGCONT)  # a stopped process receives signals once it continues
         deadline = time.monotonic() + STACK_SECONDS
         stacks: dict[int, str] = {}
         while time.monotonic() < deadline:
@@ -158,7 +158,7 @@ class RankMonitor:
         return {beat.rank: stacks.get(beat.rank, "")[len(before[beat.rank] or "") :] for beat in hung}
 
     def _beat_or_start(self, rank: int) -> Heartbeat:
-        """Return the rank's last heartbeat; without one, a heartbeat from the launch's start that is never overdue."""
+        """Return the rank's last heartbeat, or by default one from the launch's start that is never overdue."""
         pid, host = self._launcher.ranks[rank].pid, socket.gethostname()
         return self.beats.get(rank) or Heartbeat(rank, host, pid, NO_BEAT, -1, 0.0, self._started, math.inf)
 
@@ -202,7 +202,7 @@ def main_thread(dump: str) -> list[str]:
     """Return at most `STACK_LINES` lines of a faulthandler dump: the main thread, most recent call first.
 
     Faulthandler begins with the youngest thread, so the main thread comes last. The frames of Python's import system
-    are left out, because each import has five. In a deep stack, frames of installed libraries beyond the innermost
+    are left out, because each import adds five. In a deep stack, frames of installed libraries beyond the innermost
     `INNERMOST_LINES` are also left out.
     """
     blocks: list[list[str]] = []

@@ -28,7 +28,7 @@ SHOWN = 12  # characters of a hash
 
 
 class CannotStart(Exception):
-    """The ranks cannot be started; carries the reason and the exit code of the launch."""
+    """Raised if the ranks cannot be started; carries the reason and the exit code of the launch."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -41,8 +41,8 @@ class Rendezvous:
 
     Attributes:
         nodes: the nodes that the start uses, rank 0's first.
-        addresses: the address at which the other nodes reach each node.
-        interfaces: the network interface of each address, '' if not found.
+        addresses: for each node, the address at which the other nodes reach it.
+        interfaces: the network interface of each address, or '' if not found.
         port: port on the first node at which the ranks meet.
         has_gpus: whether the ranks run on GPUs.
     """
@@ -67,7 +67,7 @@ class Candidate:
     node: Node | None = None  # its agent, once the agent has been told to prepare
     failed: str = ""  # why the host cannot be used now; '' if it is ready or merely slow
     unfit: str = ""  # why the host was last left out although it answered; its disk may be mounted later
-    is_left_out: bool = False  # until its agent has prepared again
+    is_left_out: bool = False  # whether to leave it out until its agent has prepared again
     retry_at: float = math.inf
 
     @property
@@ -85,7 +85,7 @@ class Roster:
         nodes: the agents of the launch.
         hosts: the hosts' names, in the order of the ranks.
         prepare: the order that tells an agent to prepare.
-        retry_s: seconds after which a failed host is tried again.
+        retry_s: number of seconds after which a failed host is tried again.
     """
 
     def __init__(self, nodes: Nodes, hosts: Sequence[str], prepare: Message, retry_s: float = RETRY_SECONDS) -> None:
@@ -121,7 +121,7 @@ class Roster:
         return all(one.failed or one.is_ready for one in self._candidates) or self.seconds > PATIENCE_SECONDS
 
     def look(self) -> None:
-        """Tell new agents to prepare, check which agents have, and retry hosts that failed some seconds ago."""
+        """Tell new agents to prepare, check which agents are ready, and retry hosts that failed some seconds ago."""
         self._nodes.beat()
         now = time.monotonic()
         for one in self._candidates:
@@ -206,7 +206,7 @@ def next_rendezvous(
 
 
 def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) -> list[str]:
-    """Return the hosts to start with, [] to keep waiting for other hosts."""
+    """Return the hosts to start with, or [] to keep waiting for other hosts."""
     ready, missing = roster.ready, roster.missing
     trusted = [host for host in ready if host not in doubtful]
     if doubtful and (is_late or doubtful.issuperset(missing)) and plan.usable_nodes(len(trusted)):
@@ -217,8 +217,8 @@ def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) ->
 def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
     """Return why machines cannot train together, by machine, and what to do about it.
 
-    By the time of a restart, the code on the launching machine may have changed, so that machine is no longer compared;
-    its software at the time of the launch still breaks a tie between the nodes.
+    By the time of a restart, the code on the launching machine may have changed, so it is left out of the comparison;
+    that machine's software at the time of the launch still breaks a tie between the nodes.
     """
     answers = {host: nodes.found[host].messages["ready"] for host in ready}
     if wrong := {host: answer["error"] for host, answer in answers.items() if "error" in answer}:
@@ -237,7 +237,7 @@ def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool)
 
 
 def _too_few(answer: Message, ranks: int, has_gpus: bool) -> str:
-    """Return why a machine cannot run this many ranks, '' if it can."""
+    """Return why a machine cannot run this many ranks, or '' if it can."""
     if has_gpus:
         return f"has {answer['gpus']} GPUs" if answer["gpus"] < ranks else ""
     most = answer["cores"] * MAX_CPU_RANKS_PER_CORE

@@ -1,6 +1,6 @@
-"""Restarts a training after every failure that a restart may fix.
+"""Restarts a training job after every failure that a restart may fix.
 
-If memory runs out, `--on-oom adapt` restarts the training with the next smaller settings.
+If memory runs out, `--on-oom adapt` restarts the job with the next smaller settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerovision.training.base.units import plural
 from zerovision.training.out_of_memory import advise, next_rung
 
 LONGEST_DELAY_SECONDS = 30.0
-NODES_BACK_CODE = -1  # not a process's: the ranks were stopped so that the next start has more nodes
+NODES_BACK_CODE = -1  # not an exit code: the ranks were stopped so that the next start can use more nodes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Started:
 
     Attributes:
         ending: how the start ended.
-        run_name: the run's name, '' if rank 0 has not reported it.
+        run_name: the run's name, or '' if rank 0 has not reported it.
         position: position of the newest saved checkpoint, or -1.
         has_gpus: whether the ranks used GPUs.
     """
@@ -40,14 +40,14 @@ class Started:
 
 
 class Adaptation:
-    """The smaller settings that a launch has reached.
+    """The smaller settings to which a launch has stepped down.
 
     Args:
-        training: arguments of the training entry, as given.
+        training: arguments of the training entry point, as given.
         ranks: number of ranks.
 
     Attributes:
-        flags: flags to add to the arguments of the training entry.
+        flags: flags to add to the arguments of the training entry point.
     """
 
     def __init__(self, training: list[str], ranks: int) -> None:
@@ -55,7 +55,7 @@ class Adaptation:
         self.flags: list[str] = []
 
     def step_down(self, reason: str, *, has_gpus: bool) -> bool:
-        """Print what happens next, and add the flags of the next rung; return False if the launch ends instead.
+        """Print what happens next, and add flags for the next smaller settings; return False if the launch must end.
 
         Args:
             reason: what happened, without a trailing period.
@@ -83,7 +83,7 @@ class RestartPolicy:
         self._position = -1
 
     def after_failure(self, reason: str, position: int) -> float | None:
-        """Print what happens next to stderr; return the seconds to wait before the next start, None if none follows.
+        """Print to stderr what happens next; return the seconds to wait before the next start, or None to give up.
 
         Args:
             reason: what happened, without a trailing period.
@@ -104,10 +104,10 @@ class RestartPolicy:
 def start_until_done(
     start: Callable[[int, list[str]], Started], restarts: RestartPolicy, adaptation: Adaptation, received: list[int]
 ) -> Started:
-    """Start a training, and restart it after every failure; return how the last start ended, and the newest checkpoint.
+    """Start a training job, and restart it after failures; return how the last start ended, and the newest checkpoint.
 
     Args:
-        start: function that runs the training once, given the number of restarts so far and the flags that resume it.
+        start: function that runs the job once, given the number of restarts so far and the flags that resume its run.
         restarts: decides how many restarts are allowed.
         adaptation: decides how to continue if memory runs out.
         received: the list to which the signal handlers append.

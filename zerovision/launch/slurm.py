@@ -50,11 +50,11 @@ class Job:
     Attributes:
         slurm_id: the job's ID for `scontrol`.
         name: '77', or '70-3' for task 3 of array 70; unchanged by a requeue.
-        task: number of the task in its array, None outside an array.
+        task: number of the task in its array, or None outside an array.
         restarts: number of times that Slurm has restarted the job.
         nodes: number of nodes.
         node_list: the job's nodes in Slurm's notation.
-        gpus: number of the job's GPUs on its first node, None if Slurm does not report it.
+        gpus: number of the job's GPUs on its first node, or None if Slurm does not report it.
     """
 
     slurm_id: str
@@ -97,14 +97,14 @@ class Job:
 
 
 def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str], TrainConfig]:
-    """Return the training entry's arguments in a job, and the configuration that they describe.
+    """Return the training entry point's arguments in a job, and the configuration that they describe.
 
     Args:
-        arguments: the training entry's arguments as the user gave them; `--model-type=` comes first.
+        arguments: the training entry point's arguments as the user gave them; `--model-type=` comes first.
         job: the job; None for a check outside a job, where the task's number is 0.
 
     Raises:
-        UserError: for arguments that the training entry rejects, and if tasks of an array would share a run.
+        UserError: for arguments that the training entry point rejects, and if tasks of an array would share a run.
     """
     task = 0 if job is None else job.task
     if task is None and any(TASK in given for given in arguments):
@@ -143,7 +143,7 @@ def _own_model(arguments: list[str], task: int | None) -> list[str]:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """Return an environment variable as a number, None if it is unset or empty."""
+    """Return an environment variable as a number, or None if it is unset or empty."""
     value = environment.get(name, "")
     if value and not re.fullmatch(r"[0-9]{1,18}", value):
         raise UserError(f"{name} {value!r}: expected a whole number, as Slurm sets it.")
@@ -201,7 +201,7 @@ class JobRecord:
 
 
 def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> tuple[str, JobRecord | None]:
-    """Return a message about the last start, and the record with which to requeue the job, or None.
+    """Return a message about the last start, and the record to requeue the job with, or None not to requeue it.
 
     Args:
         last: how the last start ended.
@@ -261,7 +261,7 @@ def main(words: list[str]) -> int:
 
 
 def _train(plan: Plan, received: list[int]) -> JobRecord:
-    """Train; return the record of this start. After an exception in the launch, the job may be requeued."""
+    """Train, and return the record of this start. After an exception in the launch, the job may be requeued."""
     try:
         outcome = train(plan, Nodes(plan.shell), received)
     except Exception as error:
