@@ -1,4 +1,4 @@
-"""The table of users' commands, which run as scripts in a checkout, or as `python -m zerovision.commands NAME`."""
+"""The table of user commands, which run as scripts in a checkout, or as `python -m zerovision.commands NAME`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerovision.training.config.command_line import run_script
 
 
 class Command(NamedTuple):
-    """One line of `COMMANDS`; the functions are imported when they are used.
+    """One entry of `COMMANDS`; the functions are imported when they are used.
 
     Attributes:
         read: name of the function that turns the command line into settings.
@@ -56,13 +56,13 @@ COMMANDS = {
 
 
 def run_command(name: str, verb: str = "") -> int:
-    """Run the command line as a command, report mistakes under its verb, and return the exit code."""
+    """Run a command with this process's arguments, report mistakes under `verb`, and return the exit code."""
     command = COMMANDS[name]
     return run_script(verb or name, command.parse, command.run, writes_product=command.writes_product)
 
 
 def main(name: str, verb: str = "") -> int:
-    """Run the command line as a command and return the exit code; if ranks may run the command, exit the process."""
+    """Run a command with this process's arguments and return the exit code, or exit the process if ranks may run it."""
     exit_code = run_command(name, verb)
     if COMMANDS[name].may_have_ranks:
         sys.stdout.flush()

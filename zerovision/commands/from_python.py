@@ -30,7 +30,7 @@ from zerovision.training.steps.carrier import Start
 from zerovision.training.world.gpus import usable_gpus
 from zerovision.training.world.signals import STOP_SIGNALS
 
-CALL = "train()"  # in messages
+CALL = "train()"  # name of the function in messages
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Evaluation:
         macro_f1: mean F1 of the classes.
         loss: mean loss in nats.
         samples: number of images.
-        scores: the content of scores.json; see the documentation.
+        scores: the contents of scores.json; see the documentation.
     """
 
     top1: float
@@ -53,11 +53,11 @@ class Evaluation:
 
     @classmethod
     def of(cls, scores: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation for the content of scores.json."""
+        """Return the evaluation for the contents of scores.json."""
         return cls(scores["top1"], scores["macro"]["f1"], scores["loss"], scores["samples"], scores)
 
     def __getitem__(self, name: str) -> Any:
-        """Return one of the scores, such as "top5"."""
+        """Return the score with this name, such as "top5"."""
         return self.scores[name]
 
     def _repr_html_(self) -> str:
@@ -128,24 +128,24 @@ class Result:
 
 
 def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **settings: Any) -> Result:
-    """Train a network on images, like `zerovision train`: choose the settings that you omit, and print the reasons.
+    """Train a network on images, like `zerovision train`: choose settings that you leave out, and print the reasons.
 
     Args:
         data: any value that `--data` accepts, such as a folder of photographs.
-        gpus: number of ranks that the launcher starts on this machine, each with one GPU (on the CPU if the machine has
-            no GPU); None to train in this process, on one GPU if available.
-        effort: how much time to spend: "seconds", "minutes", "hours" or "best"; by default "minutes", or the effort
-            that fits the setting `minutes`.
-        settings: the trainer's flags, with `_` for `-`, such as `epochs=5` or `model_type="resnet18"`; each overrides a
-            choice. Paths may be `Path` objects, and several plug-ins may be a list.
+        gpus: number of ranks that the launcher starts on this machine, each with one GPU (or on the CPU if the machine
+            has no GPU); None to train in this process, on one GPU if available.
+        effort: how much time to spend: "seconds", "minutes", "hours" or "best"; by default, "minutes" or the
+            effort that fits the setting `minutes`.
+        settings: the trainer's flags, with `_` for `-`, such as `epochs=5` or `model_type="resnet18"`; each flag
+            overrides a choice. Paths may be `Path` objects, and several plug-ins may be given as a list.
 
     Returns:
-        The result of the training, even if SIGTERM or SIGUSR1 stopped it.
+        The result of the run, even if SIGTERM or SIGUSR1 stopped it.
 
     Raises:
-        UserError: for a setting that is wrong or unknown, and for data that cannot be used.
+        UserError: for an invalid or unknown setting, and for data that cannot be used.
         KeyboardInterrupt: after Ctrl-C, once a checkpoint is saved.
-        RuntimeError: if the training failed otherwise; the reason is on standard error.
+        RuntimeError: if training failed for another reason, which is printed to standard error.
     """
     present = len(usable_gpus())
     ranks = gpus or 1

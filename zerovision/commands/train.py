@@ -1,4 +1,4 @@
-"""`train DATA`: chooses the missing settings with reasons, starts the launcher, and prints the next commands."""
+"""`train DATA`: chooses the missing settings with reasons, starts the launcher, and suggests the next commands."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from zerovision.training.world.gpus import usable_gpus
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Trains a classifier on photographs. It chooses every setting that you leave out, and says why.
+    """Trains a classifier on photographs, choosing every setting that you leave out and printing the reason.
 
     python scripts/train.py ~/photos                       # one folder of images per class
-    python scripts/train.py ~/photos --minutes 20          # no longer than that
+    python scripts/train.py ~/photos --minutes 20          # for at most 20 minutes
     python scripts/train.py labels.csv --effort hours      # a larger network
     python scripts/train.py ~/photos --epochs 30 --model-type timm:resnet50
 
-    DATA is whatever the trainer's --data takes: a folder, a table, tar or Parquet files, hf:ORG/NAME, digits. You can
-    add any flag of the trainer and of bash scripts/launch_distributed.sh; each one overrides a choice. bash
-    scripts/launch_distributed.sh --help all lists them.
+    DATA is any value that the trainer's --data accepts: a folder, a table, tar or Parquet files, hf:ORG/NAME or digits.
+    You can add any flag of the trainer and of bash scripts/launch_distributed.sh; each flag overrides a choice. To list
+    all flags, run bash scripts/launch_distributed.sh --help all.
     """
 
     given: Mapping[str, Any]  # settings by field of `TrainConfig`

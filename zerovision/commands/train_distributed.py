@@ -24,7 +24,7 @@ from zerovision.training.world.launchers import adopt_rank
 
 
 def train(arguments: list[str]) -> int:
-    """Train as the command line specifies; return the exit code."""
+    """Train as the command line specifies, and return the exit code."""
     adopt_rank()
     config, only_check = parse_args(arguments)
     check_files(config)
@@ -32,7 +32,7 @@ def train(arguments: list[str]) -> int:
         print(as_typed("these settings are valid; scripts/doctor.py --check-data FOLDER checks the images"))
         return 0
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
-    # Imported late: `--help` and the launchers' check need none of these modules.
+    # Imported late, because `--help` and the launchers' check need none of these modules.
     import psutil
 
     from zerovision.delivery.end_of_run import leave_files

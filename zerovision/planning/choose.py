@@ -15,18 +15,18 @@ from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, usual_gl
 from zerovision.training.data.settings import IMBALANCE
 
 EFFORTS = ("seconds", "minutes", "hours", "best")
-MINUTES = dict(zip(EFFORTS, (1, 15, 240, 0), strict=True))  # at most; 0 means no limit
-UPDATES = dict(zip(EFFORTS, (500, 2000, 20_000, 80_000), strict=True))  # from random weights
-OF_FINE_TUNING = 0.2  # share of these updates for fine-tuning
-OF_A_LIMIT = 4  # times as many updates if the user limits the minutes, which then end the training
-FEWEST_OF_AN_UPDATE = 32  # images, if an epoch has several updates: an update with fewer images takes as long
+MINUTES = dict(zip(EFFORTS, (1, 15, 240, 0), strict=True))  # time limits; 0 means no limit
+UPDATES = dict(zip(EFFORTS, (500, 2000, 20_000, 80_000), strict=True))  # when training from random weights
+OF_FINE_TUNING = 0.2  # fraction of these updates when fine-tuning
+OF_A_LIMIT = 4  # times as many updates if the user limits the minutes: the limit then ends the run
+FEWEST_OF_AN_UPDATE = 32  # images, if an epoch has several updates: an update with fewer images takes just as long
 FEWEST_UPDATES = 4
 FEWEST_EPOCHS, MOST_EPOCHS = 3, 200  # with more epochs, a small data set is memorized
-SMALL = 64  # pixels: images whose shorter side is at most this suit a network of ours
+SMALL = 64  # pixels: images whose shorter side is at most this long suit one of our own networks
 TINY = 16  # pixels: smaller images do not fit those networks
 FEW = 5000  # images: with fewer, a head is fitted to its optimum within seconds
-MINUTES_OF_A_HEAD = 5  # a shorter training is better spent on the whole network
-HELD_OUT = (0.2, 1000, 0.1)  # share to hold out below this number of images, and share above it
+MINUTES_OF_A_HEAD = 5  # a shorter run is better spent on training the whole network
+HELD_OUT = (0.2, 1000, 0.1)  # share to hold out below a number of images, that number, share above it
 MOST_BAD = "skip:0.05"
 
 # By effort, on CPU cores and on GPUs: networks to train from random weights, and their image sizes in pixels.
@@ -49,7 +49,7 @@ PUBLISHED = (  # with published weights
         "timm:vit_base_patch16_dinov3.lvd1689m",
     ),
 )
-# Update rules. A learning rate is for the given number of images per update; it scales with the number's square root.
+# Update rules. A learning rate is for the given number of images per update, and scales with that number's square root.
 MUON = {"optimizer": "muon", "optimizer_options": "ns_steps=3", "fallback_optimizer": "adamw:0.2", "weight_decay": 0.1}
 ADAMW = {"optimizer": "adamw", "weight_decay": 0.05}
 RULES: tuple[tuple[str, bool, dict[str, Any], int], ...] = (  # networks, whether from published weights, rule, images
@@ -62,7 +62,7 @@ HEAD = {
     **{"tune": "head", "features": "cached", "solver": "lbfgs", "weight_decay": 0.001, "label_smoothing": 0},
     "augmentation": "none",
 }
-FAST_IN_BF16 = re.compile(r"airbench|timm:(resnet|vit|convnext)")  # depthwise convolutions take twice as long in bf16
+FAST_IN_BF16 = re.compile(r"airbench|timm:(resnet|vit|convnext)")  # depthwise convolutions are half as fast in bf16
 
 Choices = dict[str, tuple[Any, str]]
 
@@ -90,9 +90,9 @@ class Facts:
         side: the images' shorter side in pixels; 0 if unknown.
         is_files: whether the images are files that must be decoded.
         has_val: whether there is a validation part.
-        gpus: number of GPUs used on this machine.
+        gpus: number of GPUs to use on this machine.
         has_bf16: whether the processor supports bf16.
-        published: weights of the chosen network, or None.
+        published: pretrained weights of the given network, or of the network to choose; None if it has none.
     """
 
     images: int
@@ -118,7 +118,7 @@ def wanted_network(effort: str, *, has_gpus: bool) -> str:
 
 
 def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
-    """Choose the settings that were not given; return them by name, each with a reason.
+    """Choose the settings that the user did not specify; return them by name, each with a reason.
 
     Args:
         facts: facts about the data and the machine.

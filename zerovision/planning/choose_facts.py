@@ -63,7 +63,7 @@ def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
 
 
 def _usual_side(images: Any, rows: np.ndarray) -> int:
-    """Return the median of some images' shorter sides, 0 if no image can be read."""
+    """Return the median of some images' shorter sides, or 0 if no image can be read."""
     found = []
     for row in rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]:
         with contextlib.suppress(Exception), Image.open(io.BytesIO(images.content(int(row)))) as image:
@@ -79,9 +79,9 @@ def _has_bf16() -> bool:
 
 
 def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small: bool) -> Published | None:
-    """Return the pretrained weights of the given network, or of the network to be chosen; None if there are none."""
+    """Return the pretrained weights of the given network, or of the network to be chosen; None if it has none."""
     if file := given.get("weights"):
-        with contextlib.suppress(Exception), open_weights(os.path.expanduser(file)) as reader:  # not our file
+        with contextlib.suppress(Exception), open_weights(os.path.expanduser(file)) as reader:  # not a file of ours
             facts = read_facts(reader)
             size = min(sides(facts["preprocessing"].image_size))
             return Published(facts["description"].model_type, size, where=as_typed(f"of {file}"))

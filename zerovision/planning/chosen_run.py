@@ -1,4 +1,4 @@
-"""The run of `zerovision train DATA` and `zerovision.train(data)`: given settings, and choices for all others."""
+"""The run of `zerovision train DATA` and `zerovision.train(data)`: the given settings, and choices for all others."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from zerovision.training.config.saved import saved_settings
 from zerovision.training.config.values import launch_command, word_of
 from zerovision.training.observe.new_run import named_after_data, refuse_existing, run_folder
 
-LEAST_MINUTES = 0.1  # for a stage that starts when no time is left
+LEAST_MINUTES = 0.1  # the time limit of a stage that starts when no time is left
 
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """One run, or two, of which the first trains only the head.
+    """One run, or two runs, the first of which trains only the head.
 
     Attributes:
         stages: the settings of each run; the last run is the requested one.
-        choices: the chosen settings with their reasons; empty for a resumed run.
+        choices: the chosen settings and their reasons; empty for a resumed run.
         lines: messages about the choices, and the command that repeats them.
-        began: when the allowed minutes began, in seconds since 1970.
+        began: when the time limit started to run, in seconds since 1970.
     """
 
     stages: Sequence[TrainConfig]
@@ -68,7 +68,7 @@ class ChosenRun:
                     (self.folder.path / CHOICE).write_text("\n".join(self.lines) + "\n", encoding="utf-8")
 
     def _in_time(self, stage: TrainConfig) -> TrainConfig:
-        """Return the stage's settings with the remaining minutes."""
+        """Return the stage's settings, with the remaining minutes as the time limit."""
         if not stage.minutes or stage.solver == "lbfgs":
             return stage
         left = stage.minutes - (time.time() - self.began) / 60
@@ -83,7 +83,7 @@ def choose_run(
     Args:
         given: the user's settings by field, including the data.
         effort: one of `EFFORTS`; '' to derive it from the minutes.
-        ranks: number of ranks, and how many of them have a GPU.
+        ranks: number of ranks, and number of ranks with a GPU.
         label_of: see `check_config`.
         is_launched: whether a launcher starts the ranks; it may choose the strategy.
 
@@ -112,7 +112,7 @@ def choose_run(
     config = settled({**values_of(choices), **values}, preset, label_of, is_launched=is_launched)
     heads = [TrainConfig(**of_head(vars(config)))] if has_head_first(facts, vars(config), asked.keys()) else []
     heads = [check_launched(head, FLAG_OF) for head in heads]
-    stages = [config := named_after_data(config)]  # makes a folder, and therefore comes after all checks
+    stages = [config := named_after_data(config)]  # creates a folder, and therefore comes after all checks
     for head in heads:
         stages = with_head(replace(head, run_name=f"{config.run_name}-head"), config)
     for stage in stages:
@@ -121,7 +121,7 @@ def choose_run(
 
 
 def _effort_of(given: Mapping[str, Any]) -> str:
-    """Return the effort for the time that the user allows; the default is the effort "minutes"."""
+    """Return the effort that fits the time that the user allows; by default, "minutes"."""
     minutes = given.get("minutes") or MINUTES["minutes"]
     return next((effort for effort in EFFORTS if minutes <= MINUTES[effort]), EFFORTS[-2])
 

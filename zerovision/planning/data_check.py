@@ -35,14 +35,14 @@ CURES = {
 
 
 class Equal(NamedTuple):
-    """The number of images that are identical to another in one of the ways in `CURES`, and paths of a few pairs."""
+    """The number of images that are identical to another one in a way listed in `CURES`, and a few pairs of paths."""
 
     images: int
     examples: list[tuple[str, str]]
 
 
 def first_of_equal(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the files that have a digest, int64 [K], and of the first file identical to each.
+    """Return the indices of the files that have a digest, int64 [K], and, for each, of the first identical file.
 
     Args:
         digests: digests of the files, int64 [N], `UNKNOWN` for a file without one; see `reading.sources.digest_of`.
@@ -96,9 +96,9 @@ class DataReport:
     Attributes:
         datasets: The loaded data set.
         sizes: Width and height in pixels of the smallest and the largest readable image; empty if none is readable.
-        unreadable: Path and reason of each image that cannot be used.
-        image_notes: Path and note of each unusual but usable image.
-        digests: Digests of the files that were read, int64 [N], by part.
+        unreadable: Path of each image that cannot be used, and the reason.
+        image_notes: Path of each unusual but usable image, and a note about it.
+        digests: Digests of the files that were read, int64 [N] for each part.
     """
 
     datasets: DatasetPair
@@ -125,7 +125,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
         UserError: If the data set cannot be loaded at all; see `load_data`.
     """
     decode = "exact" if options.decode == "cpu" else options.decode
-    report = DataReport(load_data(replace(options, decode=decode, cache="off")))  # decode every pixel, without a cache
+    report = DataReport(load_data(replace(options, decode=decode, cache="off")))  # decode every pixel, and use no cache
     for name, part in report.datasets.parts.items():
         is_worth_it = len(part) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
         automatic = most_workers() if is_worth_it else 0
@@ -178,7 +178,7 @@ class _SizeReader(Dataset):
             _, height, width = self._source.read(index).shape
         except ImageError as error:
             return None, (error.path, error.reason), [], UNKNOWN
-        except FileServerError as error:  # DataLoader would add its traceback
+        except FileServerError as error:  # if it were raised, DataLoader would add its own traceback
             return error
         name, found = self._source.name(index), list(notes.items())
         if THINNEST_SIDES * min(width, height) < max(width, height):
@@ -187,7 +187,7 @@ class _SizeReader(Dataset):
 
 
 def decode_part(name: str, workers: int, report: DataReport) -> None:
-    """Decode all images of a part ("train", ...) in this many processes, and add the findings to the report.
+    """Decode all images of a part ("train", ...) in `workers` processes, and add the findings to the report.
 
     Raises:
         FileServerError: If a file server does not answer.

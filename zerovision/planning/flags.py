@@ -21,7 +21,7 @@ GPUS_PER_NODE = 8
 
 
 class PlanFlags(NamedTuple):
-    """A command line of the planner: its own flags, the trainer's, and the training that they describe."""
+    """A command line of the planner: its own flags, the trainer's flags, and the configuration that they describe."""
 
     given: Namespace
     others: list[str]

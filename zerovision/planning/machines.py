@@ -22,7 +22,7 @@ class Gpu:
 
     Attributes:
         name: the value for `--gpu`.
-        memory_bytes: memory in the data sheet, with 10^9 bytes per GB; a little less than the driver reports.
+        memory_bytes: memory according to the data sheet, with 10^9 bytes per GB; slightly less than the driver reports.
         has_bf16: whether its tensor cores support bf16.
     """
 
@@ -32,7 +32,7 @@ class Gpu:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The supported precisions; `--precision auto` means the first."""
+        """The supported precisions; `--precision auto` selects the first."""
         if self.name == CPU:
             return ("fp32",)
         return ("bf16", "fp16", "fp32") if self.has_bf16 else ("fp16", "fp32")
@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """One of the identical machines of a job.
+    """One of a job's identical machines.
 
     Attributes:
         gpu: the device of each rank.

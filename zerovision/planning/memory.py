@@ -2,8 +2,8 @@
 
 The state follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3), with 4 bytes per weight and gradient,
 which this trainer keeps in fp32 under every precision. For each way of distributing the state, one function returns the
-needs of a rank, including the temporary buffers of the engine and of the optimizer step. `benchmarks/memory.py`
-compares predictions with measurements on CPU ranks.
+memory that a rank needs, including the temporary buffers of the engine and of the optimizer step.
+`benchmarks/memory.py` compares predictions with measurements on CPU ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zerovision.training.engines.strategies import ParallelPlan
 from zerovision.training.engines.summation_tree import StepTree, plan_segment
 
 FLOAT32_BYTES = 4
-# Memory of a GPU process besides its tensors, assumed, not measured here: the CUDA context with the workspaces of cuDNN
-# and NCCL, and fragments that PyTorch's allocator cannot use, as a share of the tensors.
+# Memory of a GPU process besides its tensors (assumed values, not measured here): the CUDA context with the workspaces
+# of cuDNN and NCCL, and fragments that PyTorch's allocator cannot use, as a share of the tensors.
 CUDA_CONTEXT_BYTES = 1_500_000_000
 # cuBLAS workspaces of the forward and the backward thread, counted by PyTorch's allocator: 32 MiB each on Hopper.
 BLAS_BYTES = 2 * 32 << 20
@@ -31,7 +31,7 @@ class ModelSizes:
     """The sizes of a network, from `zerovision.planning.run_workload.sizes_of`.
 
     Attributes:
-        parameters: number of elements, trained or not.
+        parameters: total number of elements, whether trained or not.
         trained: number of trained elements.
         largest_parameter: number of elements of the largest parameter.
         largest_block: number of elements of the largest repeated block, which FSDP2 gathers as a whole; 0 if there are
@@ -56,7 +56,7 @@ class RankShare:
 
     Attributes:
         sizes: sizes of the whole network, or of the rank's stages.
-        activations: activations of all its micro-batches in flight.
+        activations: activations of all micro-batches that the rank has in flight.
         start: bytes needed before the network is divided, including a trial micro-batch on the whole network.
     """
 
@@ -71,26 +71,26 @@ class MemoryPlan:
 
     weights: int
     optimizer: int
-    """The optimizer's copy of the weights, its moments, and averages of the weights."""
+    """The optimizer's copy of the weights, its moments, and running averages of the weights."""
     gradients: int
     buffers: int
-    """Buffers, such as BatchNorm's statistics; on a GPU also cuBLAS's workspace."""
+    """Buffers, such as BatchNorm's statistics; on a GPU, also cuBLAS's workspace."""
     activations: int
-    """Tensors that forward saves for backward."""
+    """Tensors that the forward pass saves for the backward pass."""
     workspace: int
-    """Temporary tensors of backward, and copies of a layer's weights while it is computed."""
+    """Temporary tensors of the backward pass, and copies of a layer's weights while the layer is computed."""
     communication: int
     """Communication buckets, and gathered weights."""
     step: int
     """Temporary tensors at the end of a step, when the activations are freed."""
     later: int = 0
-    """Bytes of gradients and communication that backward has not yet allocated at its peak."""
+    """Bytes for gradients and communication that the backward pass has not yet allocated at its peak."""
     offloaded: int = 0
-    """Bytes that are offloaded to CPU memory; the other fields do not count them."""
+    """Bytes that are offloaded to CPU memory; the other fields do not include these bytes."""
     start: int = 0
-    """Bytes in use before the network is divided among ranks: whole weights, and a trial step with them."""
+    """Bytes in use before the network is divided among ranks: the whole weights, and a trial step with the weights."""
     overhead: int = 0
-    """GPU overhead: context, libraries' workspaces, and memory that the allocator cannot use."""
+    """GPU overhead: the CUDA context, libraries' workspaces, and memory that the allocator cannot use."""
 
     @property
     def peak(self) -> int:
@@ -120,8 +120,8 @@ def plan_memory(
         share: the rank's part of the network.
         plan: how the state is distributed.
         engine: 'torch' or 'deepspeed'.
-        optimizer_values: number of values kept per trained parameter: 2 for AdamW, and 1 for each average of the
-            weights.
+        optimizer_values: number of values kept per trained parameter: 2 for AdamW, plus 1 for each running average of
+            the weights.
         accumulation_steps: number of micro-steps per update.
         device: 'cpu' or 'cuda'; CPU ranks are assumed to be on one machine.
     """
@@ -136,7 +136,7 @@ def plan_memory(
         needs = _fsdp2(sizes, plan, ranks, _sums_kept(Leaves(ranks, accumulation_steps, plan.neighbours)))
 
     def missing(done: int, ready: Callable[[int], int]) -> float:
-        """Return the bytes that the backward pass has not allocated after computing this many gradient elements."""
+        """Return the bytes that the backward pass has yet to allocate after computing this many gradient elements."""
         left = 0 if accumulates else needs.gradients * (1 - max(ready(done), 0) / max(sizes.trained, 1))
         return left + max(needs.grows - FLOAT32_BYTES * done, 0)
 
@@ -162,30 +162,30 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class _Needs:
-    """Bytes of a rank for one way of distributing the training state."""
+    """Bytes that a rank needs for one way of distributing the training state."""
 
     weights: float
     gradients: float
     copy: float = 0
     """Bytes of the optimizer's copy of the weights."""
     ready: Callable[[int], int] | None = None
-    """Returns how many of the computed gradient elements are in their final place; None if gradients keep their memory
-    between steps."""
+    """Function that returns how many computed gradient elements are in their final place; None if gradients keep their
+    memory between steps."""
     communication: float = 0
-    """Bytes of communication buffers at the peak of backward."""
+    """Bytes of communication buffers at the peak of the backward pass."""
     grows: float = 0
-    """Bytes of communication buffers that are allocated during backward."""
+    """Bytes of communication buffers that are allocated during the backward pass."""
     forward: int = 0
-    """Bytes of temporary copies while forward gathers weights."""
+    """Bytes of temporary copies while the forward pass gathers weights."""
     step: float = 0
     """Bytes of temporary tensors at the end of a step."""
 
 
 def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, *, shares_memory: bool) -> _Needs:
-    """Return the needs of stage 1 of PyTorch's engine, where gradients and their sums keep their memory between steps.
+    """Return the bytes for stage 1 of PyTorch's engine, where gradients and their sums keep their memory between steps.
 
-    Ranks that share memory share one copy of the weights, and each is charged a part of it; other ranks receive all
-    ranks' sums for their part.
+    Ranks that share memory share one copy of the weights, a part of which is attributed to each rank; other ranks
+    receive the sums of all ranks for their own part.
     """
     whole, part = _whole_and_part(sizes, plan)
     sums = part if ranks > 1 else 0
@@ -194,12 +194,12 @@ def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, 
 
 
 def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Needs:
-    """Return the needs of stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
+    """Return the bytes for stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
 
-    Besides its part, a rank holds all weights at stage 2. At stage 3, it holds the weights outside all blocks and those
-    of a neighbor of the largest block, because the next block is gathered while one block's gradients are sent. The
-    gradients of the largest block are sent as a whole, with a copy; gradients outside all blocks are sent at the end of
-    the backward pass.
+    Besides its own part, a rank keeps all weights at stage 2. At stage 3, it keeps the weights outside all blocks and
+    those of a neighbor of the largest block, because the next block is gathered while one block's gradients are sent.
+    The gradients of the largest block are copied and sent as a whole; gradients outside all blocks are sent at the end
+    of the backward pass.
     """
     whole, part = _whole_and_part(sizes, plan)
     if ranks == 1:
@@ -218,9 +218,9 @@ def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Nee
 
 
 def _deepspeed(sizes: ModelSizes, plan: ParallelPlan, ranks: int, *, on_cpu: bool) -> _Needs:
-    """Return the needs of DeepSpeed, which keeps a copy of the weights for the optimizer at every stage.
+    """Return the bytes for DeepSpeed, which keeps a copy of the weights for the optimizer at every stage.
 
-    A bucket's gradients are copied into one tensor to be sent, and their norm is computed in fp64. On a CPU, only the
+    A bucket's gradients are copied into one tensor for sending, and their norm is computed in fp64. On a CPU, only the
     part of a bucket that is written is allocated. Stage 3 keeps gradients between steps, and its CPU ranks copy the
     weights that they gather, up to one bucket at a time.
     """
@@ -251,7 +251,7 @@ def _whole_and_part(sizes: ModelSizes, plan: ParallelPlan) -> tuple[float, float
 
 
 def _rows(ranks: int, accumulation_steps: int) -> int:
-    """Return the number of whole gradients on a rank: the running sum, and the sums that the tree sets aside."""
+    """Return the number of full-size gradients on a rank: the running sum, and the sums that the tree sets aside."""
     tree = StepTree(ranks, accumulation_steps)
     return max(tree.rows_sent, 1 + max(segment.most_parked for segment in tree.segments))
 

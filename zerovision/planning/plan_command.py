@@ -1,4 +1,4 @@
-"""The command line of scripts/plan.py: turns a training's flags into a plan, and prints the plan with its reason."""
+"""The command line of scripts/plan.py: turns training flags into a plan, and prints the plan with its reason."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from zerovision.training.engines.precision import under_autocast
 from zerovision.training.out_of_memory import Rung, is_out_of_memory
 from zerovision.training.world.mesh_sizes import data_ranks
 
-WIDTH = 160  # smallest width of a table, in characters
+WIDTH = 160  # minimum width of a table, in characters
 ERROR = "predictions were within 6 % on CPU ranks, and not compared on GPUs"  # docs/dev/memory.md
-# Columns of the plan's table, and the parts of `MemoryPlan` that each adds up.
+# Columns of the plan's table, and the parts of `MemoryPlan` that each column adds up.
 PARTS = {
     "parameters": ("weights", "buffers"),
     "gradients": ("gradients",),
@@ -49,9 +49,9 @@ def print_plan(
     """Print the recommended option and the other options.
 
     Args:
-        job: the job that is planned.
+        job: the job to plan.
         chosen: the recommended option.
-        rungs: the rungs that lead to the recommended option.
+        rungs: the changes of settings that lead to the recommended option.
         assumed: the assumptions for missing values.
         step_s: seconds that a step of the chosen micro-batch took on this machine; None if not measured.
         as_json: whether to print JSON instead of text.
@@ -90,7 +90,7 @@ def print_plan(
 
 
 def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
-    """Return what happens to the learning rate if the global batch grows."""
+    """Return a phrase that says what happens to the learning rate if the global batch grows."""
     if config.learning_rate == "auto":
         return "--learning-rate auto finds one for it"
     if config.base_batch_size:
@@ -99,7 +99,7 @@ def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
 
 
 def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
-    """Return how many images fill a GPU, their memory, and their effect on the global batch and the learning rate."""
+    """Describe how many images fill a GPU, their memory, and their effect on the global batch and the learning rate."""
     need = f"{format_bytes(filled.memory.peak)} of {format_bytes(job.machine.gpu.memory_bytes)}"
     if filled is chosen:
         return f"--batch-size {chosen.config.micro_batch} does, with {need}"
@@ -112,7 +112,7 @@ def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
 
 
 def _table(content: dict[str, Any]) -> Table:
-    """Return a table of the options, to which the recommended one is added if it is missing."""
+    """Return a table of the options; the recommended option is added if it is missing."""
     each = f"{content['gpu_memory_bytes'] / 1e9:.1f} GB each"
     table = Table(title=f"{content['model_type']} on {content['ranks']} x {content['gpu']}, {each}: GB per GPU")
     for heading in ("strategy, engine", *PARTS, "needs", "fits"):
@@ -208,7 +208,7 @@ def plan(flags: PlanFlags) -> int:
     """Print the plan for a command line; return the exit code.
 
     Raises:
-        UserError: for anything that cannot be planned, and if the training fits nowhere.
+        UserError: for anything that cannot be planned, and if the job does not fit anywhere.
     """
     job, assumed = job_of(flags)
     chosen, rungs = recommend(job)
@@ -229,7 +229,7 @@ def plan(flags: PlanFlags) -> int:
 
 
 def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> float:
-    """Train `STEPS` steps of a micro-batch of random images on this machine's first GPU, or its CPU, in one process.
+    """Train for `STEPS` steps on a micro-batch of random images, in one process on this machine's first GPU or CPU.
 
     Args:
         config: settings that contain the model, micro-batch, image channels, optimizer, and a resolved precision; the
@@ -238,7 +238,7 @@ def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> floa
         image_size: size of the images in pixels.
 
     Returns:
-        The median seconds of a forward pass, backward pass and update.
+        The median time of a forward pass, backward pass and update, in seconds.
     """
     limit_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -260,7 +260,7 @@ def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> floa
 
 
 def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, Any], str]:
-    """Return the numbers of classes and images, the images' size and channels, and a text with the assumptions."""
+    """Return the numbers of classes and images, the images' size and channels, and a text on the assumptions."""
     if not has_data:
         size = config.image_size or IMAGENET["image_size"]
         text = f"no --data: {IMAGENET['images']:,} images of {IMAGENET['classes']:,} classes at {size} pixels"

@@ -1,9 +1,9 @@
-"""Chooses how a training runs on given GPUs: the first rung of the ladder on which it fits.
+"""Chooses how a job runs on given GPUs: the first rung of a ladder of settings on which the job fits.
 
-Each rung uses the default engine, or the first other engine with which the training fits. The rungs come from
+Each rung uses the default engine, or the first other engine with which the job fits. The rungs come from
 `out_of_memory.next_rung`, fastest settings first; a run that is out of memory descends the same ladder, which is drawn
 in docs/dev/strategies.md. After stage 3 and before costlier rungs, the planner tries to divide each copy of the model
-over as few ranks as possible.
+among as few ranks as possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MESH = {way.flag: way for way in reversed(WAYS) if way.division}  # in the order
 
 
 def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
-    """Return the first option that fits, and the changes that lead to it from the job's configuration.
+    """Return the first option that fits, and the changes that lead from the job's configuration to that option.
 
     Raises:
         UserError: if the ranks or settings contradict each other, or nothing fits; the message names the nearest
@@ -60,15 +60,15 @@ def _costs_more_than_a_mesh(rung: Rung) -> bool:
 
 
 def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
-    """Return the configuration with the smallest mesh that fits, at the job's images per update; None if none fits.
+    """Return the configuration with the smallest mesh that fits, keeping the images per update; None if no mesh fits.
 
     Args:
         job: the job, which does not fit without a mesh.
-        batch_size: images per micro-batch.
+        batch_size: number of images per micro-batch.
     """
     kinds = [{flag: size} for flag in MESH for size in SIZES]
-    # On several machines, the ranks of each form a tensor group, which runs a pipeline stage (Narayanan et al. 2021,
-    # section 3.2).
+    # On several machines, each machine's ranks form a tensor group, which runs a pipeline stage (Narayanan et al.
+    # 2021, section 3.2).
     of_a_machine = {flag: job.machine.ranks for flag, way in MESH.items() if way.divides_layers}
     of_groups = [of_a_machine | stages for stages in kinds if not of_a_machine.keys() & stages.keys()]
     for divided in (*kinds, *(of_groups if job.ranks > job.machine.ranks > 1 else [])):
@@ -80,7 +80,7 @@ def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
 
 
 def _candidates(job: PlannedJob, divided: dict[str, Any], batch_size: int) -> Iterator[TrainConfig]:
-    """Yield configurations that divide the model over the numbers of ranks in `divided`, fastest first."""
+    """Yield configurations that divide the model among the numbers of ranks in `divided`, fastest first."""
     config = dataclasses.replace(job.config, engine="torch", **divided)
     images = config.ranks_per_replica * config.micro_batch * config.gradient_accumulation_steps
     # A tensor group processes the images of its ranks together, unless BatchNorm would then see more images.
@@ -95,7 +95,7 @@ def _candidates(job: PlannedJob, divided: dict[str, Any], batch_size: int) -> It
 
 
 def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
-    """Return the rung that changes a configuration into the one with a mesh."""
+    """Return the rung that turns a configuration into the configuration with a mesh."""
     names = ("strategy", *MESH, "batch_size", "gradient_accumulation_steps", "activation_checkpointing")
     values = {name: getattr(mesh, name) for name in names}
     changes = {name: value for name, value in values.items() if value != getattr(config, name)}
@@ -128,7 +128,7 @@ def _halved(size: ImageSize) -> ImageSize:
 
 
 def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
-    """Return the error for a job that does not fit, with its smallest need and the nearest GPU or size that works."""
+    """Return the error for a job that does not fit, with its minimum memory and the nearest GPU or size that works."""
     need, gpu = smallest.memory.peak, job.machine.gpu
     enough = [
         other.name
@@ -145,7 +145,7 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
             if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
                 works.append(f"--image-size {size}")
                 break
-        except UserError:  # a network that accepts only one size
+        except UserError:  # the network accepts only one size
             break
         size = _halved(size)
     least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all memory savings"

@@ -34,9 +34,9 @@ class Workload:
         network: network on the meta device; not modified.
         image_size: size of the training images in pixels.
         image_channels: number of channels of the training images.
-        sizes: the network's sizes.
+        sizes: sizes of the network, in elements and bytes.
         optimizer_values: number of values that the update rule and weight averages keep per trained parameter.
-        whole_bytes: bytes of the whole network's weights and buffers, which a rank holds until the network is divided.
+        whole_bytes: bytes of the whole network's weights and buffers, which a rank keeps until the network is divided.
     """
 
     network: nn.Module
@@ -61,7 +61,7 @@ class Workload:
         """Size of an image in bytes, in fp32."""
         return FLOAT32_BYTES * self.image_channels * math.prod(sides(self.image_size))
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  # lives as long as the workload, and a command has only one
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # keeps the workload alive, but a command has only one
     def activations(
         self,
         batch_size: int,
@@ -80,11 +80,11 @@ class Workload:
         shape = (batch_size, self.image_channels, *sides(self.image_size))
         try:
             return activations(network, shape, precision, device, channels_last=channels_last, places=places)
-        except Exception as error:  # a user's timm model may do anything with its data
+        except Exception as error:  # a user's timm model may process its data in any way
             raise UserError("this model's work depends on its images' values: it cannot be planned.") from error
 
     def without_data(self, *, recomputes: bool) -> nn.Module:
-        """Return a copy of the network on the meta device, with or without activation checkpointing as in training."""
+        """Return a copy of the network on the meta device, with training's activation checkpointing if `recomputes`."""
         network = without_data(self.network)
         if recomputes:
             enable_activation_checkpointing(network)
@@ -142,7 +142,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
 
 
 def sizes_of(network: nn.Module, names: Collection[str] | None = None) -> ModelSizes:
-    """Return the sizes of a network that determine memory, or those of the named parameters and buffers."""
+    """Return the sizes that determine a network's memory, or only the sizes of the named parameters and buffers."""
 
     def is_counted(name: str) -> bool:
         return names is None or name in names

@@ -1,4 +1,4 @@
-"""A training on given GPUs, and the memory that it needs under each configuration."""
+"""A training job on given GPUs, and the memory that the job needs under each configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zerovision.training.recipe.rules import check_optimizer
 from zerovision.training.setup import RunFacts
 from zerovision.training.world.mesh_sizes import data_ranks
 
-FIRST_PROBE, MOST_PROBES = 4, 5  # multiple of the option's images to try first; number of batch sizes to try
+FIRST_PROBE, MOST_PROBES = 4, 5  # multiple of the option's images to try first; maximum number of batch sizes to try
 NO_ACTIVATIONS = Activations(0, ((0, 0),))
 
 
@@ -37,7 +37,7 @@ class PlannedJob:
     """The job to plan.
 
     Attributes:
-        config: settings of the training; the search begins with its strategy.
+        config: training configuration; the search begins with its strategy.
         machine: one of the identical machines on which the ranks run.
         ranks: number of ranks in the run.
         classes: number of classes.
@@ -59,7 +59,7 @@ class PlannedJob:
 
     @cached_property
     def _divided(self) -> dict[int, Workload]:
-        """Cached workloads by the number of ranks that divide each layer; one takes seconds for a large network."""
+        """Cached workloads by number of ranks that divide each layer; a large network's workload takes seconds."""
         return {}
 
     def workload_for(self, config: TrainConfig) -> Workload:
@@ -84,7 +84,7 @@ class PlannedJob:
 
     @property
     def device(self) -> str:
-        """The ranks' device type as PyTorch names it."""
+        """The type of the ranks' devices, as PyTorch names it."""
         return "cuda" if self.has_gpus else "cpu"
 
     @property
@@ -98,7 +98,7 @@ class PlannedJob:
 
     @property
     def precision(self) -> str:
-        """The precision that `--precision` means on these devices; see `zerovision.training.engines.precision`.
+        """The precision that `--precision` selects on these devices; see `zerovision.training.engines.precision`.
 
         Raises:
             UserError: for a precision that the devices do not support.
@@ -131,8 +131,8 @@ def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool =
     """Predict the memory of one configuration of a job, with the job's network and update rule.
 
     Args:
-        job: the job that is planned.
-        config: settings of the configuration, with the job's network.
+        job: the job to plan.
+        config: the configuration, with the job's network.
         counts_activations: whether to count activations, which takes seconds for a large network; if False, the
             predicted memory is too low.
 
@@ -148,7 +148,7 @@ def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool =
         check_config(config, FLAG_OF)
     plan, workload = job.plan_for(config), job.workload_for(config)
     name = resolve_engine(config, plan, workload.network, needing_torch(config))
-    is_cut = config.ranks_per_replica > config.ranks_per_layer  # into stages
+    is_cut = config.ranks_per_replica > config.ranks_per_layer  # whether the network is cut into stages
     if not counts_activations:  # nor the sizes of stages, which require activations
         sizes = ModelSizes(0, 0, 0) if is_cut else workload.sizes
         shares: Sequence[RankShare] = [RankShare(sizes, NO_ACTIVATIONS, workload.whole_bytes)]
@@ -169,7 +169,7 @@ def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool =
 
 
 def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
-    """Predict the peak bytes of a rank's tensors for several configurations of a run that tries batch sizes.
+    """Predict the peak bytes of a rank's tensors under several configurations, for a run that tries batch sizes.
 
     Args:
         facts: facts about the run; their `config` contains the network and the update rule.
@@ -184,7 +184,7 @@ def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[i
 
 
 def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
-    """Return whether a configuration fits into a share of a GPU's memory; count activations only if the rest fits.
+    """Return whether a configuration fits in a share of a GPU's memory; activations are counted only if the rest fits.
 
     Raises:
         UserError: see `evaluate`.
@@ -194,7 +194,7 @@ def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
 
 
 def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
-    """Return a configuration with the default engine and, if none is requested, with any other that supports it.
+    """Return a configuration with the default engine and, if no engine is requested, with any other that supports it.
 
     Raises:
         UserError: if the default or the requested engine does not support the configuration.
@@ -203,7 +203,7 @@ def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
     found = [config]
     for name in ENGINES if config.engine == "auto" else ():
         if name != default:
-            with contextlib.suppress(UserError):  # an engine that does not support this
+            with contextlib.suppress(UserError):  # the engine does not support this
                 engine: Any = name  # one of the field's values
                 other = dataclasses.replace(config, engine=engine)
                 evaluate(job, other, counts_activations=False)
@@ -216,7 +216,7 @@ def options(job: PlannedJob) -> list[Option]:
     found: list[Option] = []
     possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
     for name in possible:
-        with contextlib.suppress(UserError):  # an update rule that cannot be combined with this strategy
+        with contextlib.suppress(UserError):  # the update rule cannot be combined with this strategy
             configs = engines_of(job, dataclasses.replace(job.config, strategy=name))
             found += [evaluate(job, config) for config in configs]
     return found
@@ -240,8 +240,8 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
 
 
 def filling_batch(job: PlannedJob, chosen: Option) -> Option:
-    """Return the option without accumulation and with the most images per step that are predicted to fit; it never has
-    fewer images than `chosen`.
+    """Return the option without accumulation and with the most images per step that are predicted to fit, but never
+    with fewer images than `chosen`.
 
     The memory of the backward pass grows about linearly with the number of images. The line through the last two sizes
     predicts where it reaches `FILL` of the GPU; the memory at that size then improves the estimate.

@@ -1,7 +1,7 @@
 """Computes each pipeline rank's part of a network, for the planner; the network is cut as in `engines.pipeline`.
 
-The trainer balances the measured time of a forward pass; the planner balances the number of operations. Each applies
-the same criterion to an ensemble's members.
+The trainer balances the measured time of a forward pass, whereas the planner balances the number of operations. Each
+uses its own criterion to distribute an ensemble's members, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stages_of(workload: Workload, config: TrainConfig, precision: str, device: s
 
     Args:
         workload: the whole network.
-        config: settings of the micro-batch, accumulation, activation checkpointing and pipeline.
+        config: configuration with the micro-batch, accumulation, activation checkpointing and pipeline.
         precision: 'fp32', 'bf16' or 'fp16'.
         device: 'cpu' or 'cuda'.
 
@@ -97,7 +97,7 @@ def _under_way(config: TrainConfig, rank: int) -> int:
 
 
 def _held(stages: list[list[Piece]], under_way: int) -> Activations:
-    """Return the activations of a rank; the input of a stage counts twice: as received, and in its new layout."""
+    """Return the activations of a rank, counting a stage's input twice: as received, and in its new layout."""
     kept = sum(sum(piece.saved for piece in stage) + 2 * stage[0].entered for stage in stages)
     workspace = 0
     for stage in stages:
