@@ -1,4 +1,4 @@
-"""Shows which parts of an image led to a class, by Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391) or rollout.
+"""Shows which parts of an image led to a class, using Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391) or rollout.
 
 Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928) shows what a vision transformer attends to, regardless of the
 class.
@@ -23,16 +23,17 @@ from zerovision.training.data.reading.image_numbers import BYTES
 
 Explain = Callable[[Sequence[torch.Tensor], Sequence[int]], list[Image.Image]]
 
-DARKEST = 0.25  # share of the brightness that remains in parts of an image that did not contribute
+DARKEST = 0.25  # fraction of the brightness that remains in parts of an image that did not contribute
 
 
 def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Return how much each position of each image contributed to a class, relative to the largest contribution (1).
 
-    The map is Grad-CAM's (equations 1 and 2 of the paper) for the last feature map with more than one position. For a
-    vision transformer, the map is the attention rollout; if the attention is of another kind, Grad-CAM is applied to
-    the patches that enter the last block, which outputs only the class token. For an ensemble, the map is the mean over
-    the members. If nothing in an image contributed to the class, the map is 0 everywhere.
+    The map is computed by Grad-CAM (equations 1 and 2 of the paper) from the last feature map with more than one
+    position. For a vision transformer, the map is the attention rollout; if the network's attention is of a different
+    kind, Grad-CAM is applied to the patches that enter the last block, which outputs only the class token. For an
+    ensemble, the map is the mean over the members. If nothing in an image contributed to the class, the map is 0
+    everywhere.
 
     Args:
         network: network in evaluation mode that maps float32 [B, C, H, W] to logits [B, classes].
@@ -90,11 +91,11 @@ def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | Non
 
 @torch.no_grad()
 def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
-    """Return the rollout, float32 [B, h, w] with a maximum of 1; None if the network is not a vision transformer.
+    """Return the attention rollout, float32 [B, h, w] with a maximum of 1; None if this is not a vision transformer.
 
-    As in section 3 of the paper, the attention matrices of all blocks are multiplied, each averaged over the heads and,
-    for the residual connection, with the identity. The result is the class token's row, or the mean row if the network
-    averages the patches.
+    As in section 3 of the paper, each block's attention matrix is averaged over the heads and then, for the residual
+    connection, with the identity; the resulting matrices are multiplied. The rollout is the class token's row of the
+    product, or the mean of the rows if the network averages the patches.
     """
     layers: list[Any] = [getattr(block, "attn", None) for block in getattr(network, "blocks", ())]
     if not layers or not all(hasattr(layer, "fused_attn") and hasattr(layer, "attn_drop") for layer in layers):
@@ -142,7 +143,7 @@ def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -
 
 @contextlib.contextmanager
 def _last_features(network: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collect the feature maps of the next forward pass in order, and finally the tokens that enter the last block.
+    """Collect the feature maps of the next forward pass in order, followed by the tokens that enter the last block.
 
     Yields:
         A list that the forward pass fills with feature maps [B, C, h, w], or [B, h, w, C] if the network's `output_fmt`
@@ -177,7 +178,7 @@ def _spatial(network: nn.Module, features: torch.Tensor) -> torch.Size:
 
 
 def _as_map(network: nn.Module, features: torch.Tensor) -> torch.Tensor:
-    """Return features as [B, C, h, w]; patch tokens are arranged in the grid of the patches."""
+    """Return features as [B, C, h, w], arranging patch tokens in the grid of the patches."""
     if features.ndim == 4:
         return features.permute(0, 3, 1, 2) if getattr(network, "output_fmt", "NCHW") == "NHWC" else features
     patches = features[:, getattr(network, "num_prefix_tokens", 0) :].transpose(1, 2)

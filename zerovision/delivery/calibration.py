@@ -1,4 +1,4 @@
-"""Defines the views of an image to average, and reads the calibration file next to the weights, without torch."""
+"""Defines which views of an image are averaged, and reads the calibration file next to the weights, without torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Views(NamedTuple):
     Attributes:
         flip: whether to add the mirror image of each view; the view and its mirror image have equal weights.
         shift_pixels: number of pixels by which two more views are shifted, one up and to the left, the other down and
-            to the right, with reflected edges; 0 for no shifted views. Each shifted view has a weight of a quarter,
-            and the original image a weight of a half (Jordan 2024, https://arxiv.org/abs/2404.00498, section 3.5).
+            to the right, with reflected edges; 0 for no shifted views. Each shifted view has a weight of one quarter,
+            and the original image a weight of one half (Jordan 2024, https://arxiv.org/abs/2404.00498, section 3.5).
     """
 
     flip: bool = False
@@ -48,7 +48,7 @@ class Calibration(NamedTuple):
         temperature: number by which logits are divided.
         threshold: probability below which an image's most probable class is rejected as "none of these".
         views: views whose probabilities were averaged.
-        facts: full content of the calibration file, including the result of `rejection_scores`.
+        facts: full contents of the calibration file, including the result of `rejection_scores`.
     """
 
     temperature: float
@@ -63,7 +63,7 @@ def calibration_file(weights: Path) -> Path:
 
 
 def read_calibration(weights: Path) -> Calibration | None:
-    """Return the calibration of a weights file; None if there is none, or if it was made for other weights.
+    """Return the calibration of a weights file; None if there is no calibration, or if it was made for other weights.
 
     Raises:
         UserError: if the calibration file is damaged.

@@ -24,8 +24,8 @@ def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: 
 
     Args:
         folder: the run's folder.
-        sources: images by part: "val", and "test" if the data has a test part.
-        with_card: whether to write the model card, which is only for finished runs.
+        sources: images of each part: "val", and "test" if the data has a test part.
+        with_card: whether to write the model card, which is meant only for finished runs.
         with_report: whether to write the report.
 
     Returns:

@@ -53,10 +53,10 @@ SCORES_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
 
 
 def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False, **options: Any) -> dict[str, Any]:
-    """Evaluate a trained model, write the evaluation files, and return the content of scores.json.
+    """Evaluate a trained model, write the evaluation files, and return the contents of scores.json.
 
-    Under a launcher, this is a collective, and every rank returns the result. Otherwise, a single process evaluates the
-    model, and its signal handlers, environment, random generators and PyTorch settings are preserved.
+    Under a launcher, this is a collective operation, and every rank returns the result. Otherwise, the current process
+    evaluates the model; its signal handlers, environment, random generators and PyTorch settings are preserved.
 
     Args:
         model: a run's name or folder, or a safetensors file.
@@ -65,9 +65,9 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
         options: the other fields of `EvaluateSettings`; with `output=None`, no files are written.
 
     Returns:
-        The keys of `evaluation.describe_scores`, and epoch, data, split and precision. With `flip` or `shift_pixels`,
-            there is also "views", with both settings and the top1, top5 and loss of the mean probabilities. For a
-            calibrated model, there is also "rejection"; see
+        The keys of `evaluation.describe_scores`, plus epoch, data, split and precision. With `flip` or `shift_pixels`,
+            the result also contains "views", with both settings and the top1, top5 and loss of the mean probabilities.
+            For a calibrated model, it also contains "rejection"; see
             `zerovision.delivery.fit_calibration.rejection_scores`.
 
     Raises:
@@ -109,13 +109,13 @@ class Evaluation:
     Attributes:
         module: the network, on the rank's device, in evaluation mode.
         metadata: metadata of the network's weights.
-        data: the images, and the model's index of each class of the data.
+        data: the images, and the model's index for each class of the data.
         world: the ranks among which the images are divided.
         settings: the user's settings.
         precision: precision of the forward passes.
-        views: views of each image whose mean probabilities are also scored.
+        views: views of each image; the mean probabilities over the views are also scored.
         keeps_probabilities: see `SampleRecorder`.
-        calibrator: collects the logits of the images that the model was not trained on; None to keep no logits.
+        calibrator: object that collects the logits of images that the model was not trained on; None to keep no logits.
         folder: folder for the evaluation files; None to write no files.
     """
 
@@ -138,7 +138,7 @@ def _prepare(
     views: Views,
     world: World,
 ) -> Evaluation:
-    """Load the images, and prepare their evaluation; a collective."""
+    """Load the images, and prepare their evaluation; a collective operation."""
     module, metadata = network
     config, known = agreed(lambda: (model.config(), run_data(model)), world)
     data = agreed(lambda: load_evaluation_data(metadata, config, settings, known), world)
@@ -161,7 +161,7 @@ def _prepare(
 
 
 def _judge(evaluation: Evaluation, *, verbose: bool) -> dict[str, Any]:
-    """Return the content of scores.json; a collective."""
+    """Return the contents of scores.json; a collective operation."""
     metadata, data = evaluation.metadata, evaluation.data
     result = score(evaluation, verbose=verbose)
     scores = {"epoch": metadata["extra"].get("epoch"), "data": data.data, "split": data.split}
@@ -182,7 +182,7 @@ class Result(NamedTuple):
 
     Attributes:
         plain: scores of the images that the model was not trained on, or of all images if it was trained on all.
-        views: scores of the images in `plain` by their mean probabilities over several views; None for a single view.
+        views: scores of the images in `plain`, from mean probabilities over several views; None for a single view.
         trained_on: scores of the images that the model was trained on; None if no such images are known.
     """
 
@@ -192,14 +192,14 @@ class Result(NamedTuple):
 
 
 def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
-    """Return the exact scores, with each image counted once and training images scored separately; a collective.
+    """Return the exact scores, counting each image once and scoring training images separately; a collective operation.
 
     Args:
         evaluation: what to evaluate.
         verbose: whether to show a progress bar on a terminal.
 
     Raises:
-        UserError: on all ranks, if more images cannot be read than may be skipped.
+        UserError: on all ranks, if the number of unreadable images exceeds the number that may be skipped.
     """
     data, world, views = evaluation.data, evaluation.world, evaluation.views
     dataset, device = data.datasets.val, world.device
@@ -301,7 +301,7 @@ def _write(evaluation: Evaluation, scores: dict[str, Any]) -> None:
 
 
 def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> None:
-    """Print the overall and per-class scores; if there are many classes, show only those with the lowest F1."""
+    """Print the overall and per-class scores; if there are many classes, show only the classes with the lowest F1."""
     console = open_console()
     for note in notes:
         console.print(f"note: {printable(note)}", soft_wrap=True)

@@ -36,15 +36,15 @@ class EvaluationData:
 
     Attributes:
         datasets: the data sets; `val` contains the images to evaluate.
-        data: name of the data, such as "digits", or the full path of a folder; the run's own data is named as it was
-            given to the run.
+        data: name of the data, such as "digits", or the full path of a folder; the run's own data keeps the name that
+            was given to the run.
         split: "val", "test", "train" or "all".
-        label_map: int64 [labels of the data], the model's index of each class, or of each label set if images have
-            several labels.
+        label_map: int64 [labels of the data], the model's index for each class, or for each label set if images
+            have several labels.
         task: the task that scores the predictions.
         is_own: whether the run was trained on this data.
         trained_images: the images that the run was trained on, if the data may contain some of them.
-        notes: messages to print for the user.
+        notes: messages for the user.
     """
 
     datasets: DatasetPair
@@ -64,7 +64,7 @@ class RunData:
     Attributes:
         fingerprint: see `DatasetPair`; '' if unknown.
         folder: full path of the data folder; '' if the data is not a folder, or if its path is unknown.
-        images: images listed in the run's folder; empty if the run has no such list.
+        images: images listed in the run's folder; empty if the folder contains no list.
     """
 
     fingerprint: str = ""
@@ -100,7 +100,7 @@ def load_evaluation_data(
         known: what is known about the run's data.
 
     Raises:
-        UserError: if the data does not exist, its classes are not the model's, or the run's path leads to other data.
+        UserError: if the data does not exist, its classes are not the model's, or the run's path contains other data.
     """
     if not choice.data and config is None:
         raise UserError("these weights are not in a run's folder, so their data is not known: give --data.")
@@ -108,7 +108,7 @@ def load_evaluation_data(
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
     options = dataclasses.replace(options, task=task_of(metadata).name, fewest_classes=1)
-    listed = cache(lambda: list_images(options))  # once, even if `_is_own` also needs them
+    listed = cache(lambda: list_images(options))  # listed only once, even if `_is_own` also needs the list
     divided = cache(lambda: load_data(options, images=listed()))
     is_own = _is_own(data, trained_on, known, divided)
     if not choice.data and not is_own:
@@ -140,7 +140,7 @@ def load_evaluation_data(
 
 
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
-    """Return why the run's data cannot be used: it is missing here, or it is not what the run was trained on."""
+    """Return why the run's data cannot be used: it is missing here, or it differs from the data of the training run."""
     if not os.path.exists(os.path.expanduser(data)):
         return f"'{data}', which the run was trained on, is not here: give --data with its full path."
     place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"
@@ -157,7 +157,7 @@ def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], Da
         return True
     try:
         return known.fingerprint != "" and divided().fingerprint == known.fingerprint
-    except UserError:  # it cannot be divided like the run's data
+    except UserError:  # the data cannot be divided like the run's data
         return False
 
 
@@ -165,7 +165,7 @@ def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is
     """Return the part of the data to evaluate, which is the held-out part if `split` is "auto".
 
     For data that is not the run's own, "auto" means all images if the data has no parts, or the test part if the data
-    has one but no validation part.
+    has a test part but no validation part.
 
     Raises:
         UserError: if the data does not have the requested part.
@@ -207,7 +207,7 @@ def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preproces
 
     Args:
         config: settings of the run, or the default settings.
-        choice: the user's choice of data.
+        choice: the user's settings that select the data.
         seen_as: preprocessing of the model that will see the data; None without a model.
     """
     if seen_as is not None:
@@ -215,15 +215,15 @@ def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preproces
     plain = Preprocessing(LOOKED_AT_PIXELS, None, mean=(0.0,), std=(1.0,))
     options = _data_options(plain, config, choice, choice.data)
     channels = config.image_channels
-    decode = config.decode if channels else "numbers"  # of any number of channels
+    decode = config.decode if channels else "numbers"  # images may have any number of channels
     return dataclasses.replace(options, image_channels=channels, decode=decode, task=config.task)
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:
-    """Return the model's index of each class of the data.
+    """Return the model's index for each class of the data.
 
     Raises:
-        UserError: if the data has a class that the model lacks, or lacks one of the model's (unless `allow_missing`).
+        UserError: if the data has a class that the model lacks, or (unless `allow_missing`) lacks a class of the model.
     """
     keys = {clean(name): number for number, name in enumerate(model_classes)}
     unknown = [name for name in data_classes if name not in keys]

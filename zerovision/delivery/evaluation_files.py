@@ -60,7 +60,8 @@ def write_evaluation(
 def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
     """Return a picture of an image [C, H, W] that fits into a square of `side` pixels.
 
-    Small images are enlarged by a whole factor. In float32 images, the smallest value is black and the largest white.
+    Small images are enlarged by a whole factor. In float32 images, the smallest value becomes black, and the largest
+    value white.
     """
     image = viewable(image)
     if image.is_floating_point():
@@ -121,7 +122,7 @@ def _write_reasons(
         images = [read_image(one["index"]) for _, _, one in some]
         try:
             pictures = explain(images, [one["prediction"] for _, _, one in some])
-        except Exception:  # no feature map or no memory: not worth failing the evaluation
+        except Exception:  # no feature map, or out of memory: not worth failing the evaluation
             return
         for (kind, number, _), picture in zip(some, pictures, strict=True):
             thumbnail(pil_to_tensor(picture)).save(folder / kind / f"{number:03d}{WHY}.png")

@@ -30,7 +30,7 @@ from zerovision.training.tasks.scores import LOSS_UNIT, SampleScores, Scores
 from zerovision.training.world.collectives import agreed, sum_over_ranks
 from zerovision.training.world.world import World
 
-TOLERANCE = 1e-6  # of the log temperature
+TOLERANCE = 1e-6  # of the logarithm of the temperature
 
 
 def read_reject(given: str) -> tuple[float, bool]:
@@ -75,14 +75,14 @@ class Calibrator:
             raise UserError(f"--reject and '{file}' keep all images' logits, which are too many here: use more ranks.")
 
     def finish(self, before: Scores, data: str, split: str, num_classes: int, world: World) -> dict[str, Any]:
-        """Write the calibration if it is new, and return its `rejection_scores` on the collected images; a collective.
+        """Write the calibration if it is new, and return its `rejection_scores`; a collective operation.
 
         Args:
             before: the scores of the uncalibrated probabilities.
             data: name of the data.
             split: name of the part of the data.
             num_classes: number of classes.
-            world: the ranks.
+            world: the ranks that took part in the evaluation.
 
         Raises:
             UserError: on all ranks, if there are no images, or if no threshold reaches the requested accuracy.
@@ -115,8 +115,8 @@ class Calibrator:
 def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
     """Return the temperature with the smallest loss; 1 if all images are classified correctly.
 
-    The loss is convex in 1 / temperature, so it has one minimum. For a network that is worse than chance, the highest
-    temperature is returned. The result does not depend on the number of ranks.
+    The loss is convex in 1 / temperature, so it has one minimum. For a network that performs worse than chance, the
+    highest temperature is returned. The result does not depend on the number of ranks.
     """
 
     def slope(logarithm: float) -> float:
@@ -142,7 +142,7 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
 
 
 def threshold_of(details: SampleScores, reject: str) -> float:
-    """Return the threshold in `--reject`, or the lowest threshold that reaches the accuracy in `--reject`.
+    """Return the threshold given by `--reject`, or the lowest threshold that reaches the accuracy given by `--reject`.
 
     A threshold for an accuracy is halfway between the confidences of the last accepted and the first rejected image.
 
@@ -165,7 +165,7 @@ def threshold_of(details: SampleScores, reject: str) -> float:
 
 
 def rejection_scores(scores: Scores, temperature: float, threshold: float) -> dict[str, Any]:
-    """Return the scores of calibrated probabilities with a threshold: shares in 0..1, and the loss in nats.
+    """Return the scores of calibrated probabilities with a threshold, as shares in 0..1, and the loss in nats.
 
     Returns:
         temperature, threshold, loss, ece, coverage (the share of images that are accepted), and accuracy (the share of

@@ -12,7 +12,7 @@ import numpy as np
 from zerovision.training.tasks.class_counts import ClassCounts
 
 CONFIDENCE = 0.95
-REACH = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # standard errors
+REACH = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # in standard errors
 TINY, HALVINGS = 1e-12, 50
 OF_CLASSES = ("macro_f1", "balanced_accuracy")
 
@@ -22,17 +22,17 @@ Interval = tuple[float, float]
 def interval_of(scores: Mapping[str, Any], name: str) -> Interval | None:
     """Return the confidence interval of a score, or None.
 
-    The interval is Wilson's for a share of images, Wilson's with an effective number of images for a mean over classes,
-    and a normal interval for the loss.
+    The result is Wilson's interval for a share of images, Wilson's interval with an effective number of images for a
+    mean over classes, and a normal interval for the loss.
 
     Args:
-        scores: the content of scores.json.
+        scores: the contents of scores.json.
         name: name of the score, one of `zerovision.training.base.points.SCORE_NAMES`.
     """
     samples = scores["samples"]
     if name in ("top1", "top5"):
         return wilson(round(scores[name] * samples), samples)
-    if name in OF_CLASSES and samples and "task" not in scores:  # needs a confusion matrix
+    if name in OF_CLASSES and samples and "task" not in scores:  # these scores need a confusion matrix
         return of_classes(scores)[name]
     if name == "loss" and "loss_standard_error" in scores:
         reach = REACH * scores["loss_standard_error"]
@@ -71,7 +71,7 @@ def of_difference(alone: int, other_alone: int, images: int) -> Interval:
     """
 
     def score(difference: float) -> float:
-        """Return the number of standard errors between the observed difference and this one."""
+        """Return the number of standard errors between the observed difference and `difference`."""
         half = (2 * images - alone + other_alone) * difference - alone - other_alone
         root = math.sqrt(max(half**2 + 8 * images * other_alone * difference * (1 - difference), 0.0))
         variance = images * ((root - half) / (2 * images) + difference * (1 - difference))
@@ -90,13 +90,13 @@ def _root(falling: Callable[[float], float], low: float, high: float) -> float:
 
 
 def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
-    """Return the confidence intervals of the scores in `OF_CLASSES`, for their means over many images of the same kind.
+    """Return the confidence intervals of the scores in `OF_CLASSES`, for means over many images of the same kind.
 
-    As for shares in surveys (Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), each is Wilson's
-    interval for the effective number of images: the number at which a share has the variance of the mean. The variance
-    is the delta method's (Takahashi et al. 2022, https://doi.org/10.1007/s10489-021-02635-5) with two more images in
-    each class, one right and one wrong, because a class without a mistake would otherwise have no variance. The F1 of
-    few images is too low on average, because it is a ratio; the interval is for the F1 of many images.
+    As for shares in surveys (Franco et al. 2019, https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), each interval is
+    Wilson's for the effective number of images: the number at which a share has the same variance as the mean. The
+    variance comes from the delta method (Takahashi et al. 2022, https://doi.org/10.1007/s10489-021-02635-5) with two
+    additional images in each class, one right and one wrong, because a class without mistakes would otherwise have no
+    variance. Because F1 is a ratio, it is too low on average for few images; the interval is for the F1 of many images.
     """
     true, predicted, images = np.array(scores["confusion"], dtype=np.int64).T
     classes, wrong = len(scores["classes"]), true != predicted
@@ -111,9 +111,9 @@ def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
     hits = scale * (right + 1)
     come = np.bincount(predicted[wrong], cells, classes) + (scale.sum() - scale) / others
     smooth = ClassCounts(hits, support, hits + come)
-    union = support + smooth.predicted  # counts right images twice
+    union = support + smooth.predicted  # counts correctly classified images twice
     per_image = np.divide(1.0, union, out=np.zeros(classes), where=union > 0)
-    loss = smooth.f1 * per_image  # by which a wrong image lowers the F1 of its own and of the predicted class
+    loss = smooth.f1 * per_image  # amount by which a wrong image lowers the F1 of its own and of the predicted class
     own = hits * (2 * per_image - 2 * loss) ** 2 + (union - 2 * hits) * loss**2
     both = (cells * loss[true[wrong]] * loss[predicted[wrong]]).sum()
     both += (scale * loss * (loss.sum() - loss)).sum() / others
@@ -131,7 +131,8 @@ def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
 def _bias(counts: ClassCounts) -> np.ndarray:
     """Return how much each class's F1 is underestimated on average, to second order in the delta method.
 
-    If J is the share of images with both label and prediction in a class, among those with either, F1 is 2 J / (1 + J).
+    F1 is 2 J / (1 + J), where J is the share of images with both label and prediction in a class among images with
+    either.
     """
     either = counts.support + counts.predicted - counts.right
     variance = counts.right * (either - counts.right) / np.maximum(either**2 * (either - 1), 1)
@@ -154,7 +155,7 @@ def _of_mean(
         images: [k], the number of images in each class.
         shared: sum of the covariances.
     """
-    from scipy.special import stdtrit  # imported late: most importers of this module never get here
+    from scipy.special import stdtrit  # imported late, because most programs that import this module do not need it
 
     freedom = variances.sum() ** 2 / (variances**2 / np.maximum(images - 1, 1)).sum()
     variance = (variances.sum() + shared) / len(values) ** 2

@@ -55,7 +55,7 @@ ALWAYS_SHOWN = (
     *("class_weights", "sampling", "repeated_augmentation", "augmentation", "pretrained", "weights", "seed"),
 )
 
-# Not part of the recipe: how a run is launched, where images come from, and how they are read.
+# Settings that are not part of the recipe: how a run is launched, where images come from, and how images are read.
 NOT_RECIPE = frozenset(
     {
         *WORDS_OF_LAUNCH,
@@ -73,7 +73,7 @@ def write_model_card(run: Path) -> Path | None:
         run: the run's folder, with config.json, environment.json, metrics.jsonl, model.safetensors and the evaluation.
 
     Returns:
-        Path of the card; None if the user's README.md was kept, or if the model has no classifier yet.
+        Path of the card; None if a README.md of the user was kept, or if the model does not have a classifier yet.
     """
     card = run / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
@@ -121,7 +121,7 @@ def write_model_card(run: Path) -> Path | None:
 
 
 def recipe_names(config: TrainConfig) -> list[str]:
-    """Return the names of the settings in the card's recipe: `ALWAYS_SHOWN`, and others with non-default values."""
+    """Return the names of the settings in the card's recipe: `ALWAYS_SHOWN`, and settings with non-default values."""
     fields = {
         field.name: field for kind in (TaskSettings, RecipeSettings, DataSettings) for field in dataclasses.fields(kind)
     }
@@ -164,7 +164,7 @@ def _front_matter(
 
 
 def _interval(scores: Mapping[str, Any], name: str) -> str:
-    """Return a space and the interval of a score in brackets; '' if the score has no interval."""
+    """Return the interval of a score in brackets, with a leading space, or '' if the score has no interval."""
     found = interval_of(scores, name)
     if found is None:
         return ""

@@ -37,7 +37,7 @@ PNG_CHANNELS = (1, 3)
 
 
 class Packed(NamedTuple):
-    """Numbers of images and tar files that were written, and the total size of the tar files in bytes."""
+    """The number of images and of tar files that were written, and the total size of the tar files in bytes."""
 
     images: int
     shards: int
@@ -58,7 +58,7 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
 
     Image files are copied byte for byte; images in memory become PNG files. Training images are shuffled for
     `--order shards`; this affects nothing else, because a data set is sorted when it is loaded. Every tar file is read
-    back and compared with what was packed; the folder is given its final name only if everything matches.
+    back and compared with the packed images; the folder receives its final name only if everything matches.
 
     Raises:
         UserError: if the folder exists and is not empty, the data cannot be packed, or an image cannot be read.
@@ -84,7 +84,7 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
 
 
 def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int) -> Iterator[tuple[Path, int]]:
-    """Write and check the tar files of a part, and yield each one with its number of images."""
+    """Write and check the tar files of a part, and yield each file with its number of images."""
     source = dataset.source
     console, every = open_console(stderr=True), np.arange(len(dataset))
     if part == TRAIN:

@@ -23,7 +23,7 @@ LONGEST_NAME = 80
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits and thin spaces between thousands; '–' for None."""
+    """Format a number with `digits` significant digits, separating thousands by thin spaces; '–' for None."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -46,7 +46,7 @@ def percent(share: float | None, decimals: int = 1) -> str:
 
 
 def count(value: int) -> str:
-    """Format an integer with thin spaces between thousands."""
+    """Format an integer, separating thousands by thin spaces."""
     return f"{value:,}".replace(",", THIN)
 
 
@@ -77,14 +77,14 @@ def join(names: Sequence[str]) -> str:
 
 
 def isolate(text: str) -> str:
-    """Keep a right-to-left name from reordering the sentence around it."""
+    """Return a name, isolated so that right-to-left text in it does not reorder the sentence around it."""
     return text if text.isascii() else f"\u2068{text}\u2069"
 
 
 def data_uri(image: bytes | Image, kind: str, **options: Any) -> str:
     """Return an image as a data URI.
 
-    Bytes must be the content of a file of type `kind`, such as "png"; an image is encoded as `kind` with Pillow's
+    Bytes must be the contents of a file of type `kind`, such as "png"; an image is encoded as `kind` with Pillow's
     `options`.
     """
     if isinstance(image, bytes):
@@ -97,7 +97,7 @@ def data_uri(image: bytes | Image, kind: str, **options: Any) -> str:
 
 
 def render(page: Path, script: Path | None = None, **values: Any) -> str:
-    """Render a template that extends base.html, with the common style and no script except `script`."""
+    """Render a template that extends base.html, with the common style and no scripts other than `script`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([TEMPLATE, page.parent]),
         autoescape=True,

@@ -50,9 +50,9 @@ WIDEST = 10_000  # characters per line of a table in a file
 OF_ENDING = {".csv": "csv", ".json": "json", ".jsonl": "json"}
 LONGEST_NAME = 100  # characters of an image's name in the name of its picture
 
-_SETTINGS = threading.Lock()  # guards PyTorch's settings, which concurrent predictions would otherwise mix up
+_SETTINGS = threading.Lock()  # guards PyTorch's global settings, which concurrent predictions would otherwise overwrite
 
-# The path of an image, and its content if it was read from standard input.
+# The path of an image, and the image's bytes if they were read from standard input.
 Entry = tuple[str, bytes | None]
 
 
@@ -66,8 +66,8 @@ class Prediction:
         probabilities: probabilities of `labels`, in 0..1; calibrated if the model is calibrated.
         note: a remark about the image, on one line; usually empty.
         error: reason why the image cannot be read, on one line; empty if the image can be read.
-        picture: the image as the network saw it, darkened where it contributed less to the first label; None unless
-            requested.
+        picture: the image as the network saw it, darkened where it contributed less to the first label; None if no
+            picture was requested.
         is_rejected: whether the highest probability is below the model's threshold; None if the model has no threshold.
         chosen: probabilities of all classes above their thresholds, by class name; None for a model with one label per
             image.
@@ -134,7 +134,7 @@ def predict(model: str | Path, images: str | Path | Iterable[str | Path], **opti
 
     Raises:
         UserError: for a mistake in the arguments or for weights that cannot be used; during iteration, if a folder
-            contains no image, or if standard input is empty or larger than `MAX_FILE_BYTES`.
+            contains no images, or if standard input is empty or larger than `MAX_FILE_BYTES`.
     """
     listed = [images] if isinstance(images, str | Path) else images
     predictor = load_predictor(PredictSettings(model=str(model), images=listed, **options))
@@ -174,7 +174,7 @@ def load_predictor(settings: PredictSettings) -> Predictor:
 
 
 def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[Prediction]:
-    """Yield the prediction for each entry, in order; entries are read in batches of `batch_size`."""
+    """Yield the prediction for each entry, in order, reading entries in batches of `batch_size`."""
     class_names, task = predictor.metadata["class_names"], task_of(predictor.metadata)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
@@ -242,12 +242,12 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
             is_image = True
     except UnidentifiedImageError:
         is_image = False
-    except Exception:  # Pillow may raise any exception for content that only starts like an image
+    except Exception:  # Pillow may raise any exception for data that only starts like an image
         is_image = True
     if is_image:
         yield STDIN_NAME, content
         return
-    lines = os.fsdecode(content).split("\n")  # splitlines would also split at other characters
+    lines = os.fsdecode(content).split("\n")  # unlike splitlines, this splits only at line feeds
     paths = [path for line in lines if (path := line.removesuffix("\r"))]
     if not paths:
         raise UserError("standard input is empty: '-' reads one image, or a list of paths, one per line.")
@@ -268,7 +268,7 @@ def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
 def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
     """Yield the paths of the files in a folder, and then the paths of the files in its subfolders.
 
-    Hidden and system files are skipped; links are followed, except into the folders `above` (real paths).
+    Hidden and system files are skipped; links are followed unless they lead to a folder in `above` (real paths).
     """
     try:
         entries = [entry for entry in entries_of(folder) if not entry.name.startswith(".")]
@@ -339,7 +339,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
 
 
 def saving_pictures(predictions: Iterator[Prediction], folder: Path) -> Iterator[Prediction]:
-    """Save each prediction's picture as `<number>-<image's name>.png`, and pass the prediction on.
+    """Save each prediction's picture as `<number>-<image's name>.png`, and yield the prediction.
 
     Raises:
         UserError: if a picture cannot be written.

@@ -43,7 +43,7 @@ def run(settings: PublishSettings) -> int:
 def publish(settings: PublishSettings) -> Iterator[str]:
     """Upload a model to the hub in one commit, and yield the lines to print.
 
-    The hub's client reads the token from HF_TOKEN, or from the file in which `hf auth login` stored it.
+    The hub's client reads the token from HF_TOKEN, or from the file in which `hf auth login` stored the token.
 
     Raises:
         UserError: if the repository's name is invalid, the run has no model card, or the upload fails.
@@ -101,7 +101,7 @@ def check_repository(name: str) -> None:
 
 
 def why_not_for_timm(metadata: dict[str, Any]) -> str:
-    """Return why `timm.create_model("hf-hub:ORG/NAME")` would not load this network correctly; '' if it would."""
+    """Return why `timm.create_model("hf-hub:ORG/NAME")` cannot load this network correctly, or '' if it can."""
     description = metadata["description"]
     if not description.timm_name:
         return "it is not a timm network"

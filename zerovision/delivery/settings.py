@@ -73,15 +73,15 @@ class ViewSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateSettings(ViewSettings, ImageSettings, ModelSettings):
-    """Evaluates a trained model: exact scores, and the images that it gets wrong.
+    """Evaluates a trained model: exact scores, and the images that the model gets wrong.
 
-    python scripts/evaluate.py digits                                   # a run's name, on what it held out
+    python scripts/evaluate.py digits                                   # a run's name, on the images it held out
     python scripts/evaluate.py logs/runs/digits --data ~/more-photos    # other images: one folder per class
     python scripts/evaluate.py model.safetensors --data digits
-    torchrun --nproc_per_node=2 scripts/evaluate.py digits              # the same numbers, faster
+    torchrun --nproc_per_node=2 scripts/evaluate.py digits              # the same scores, faster
 
     Writes scores.json, per_class.csv, confusion.csv, confusion.png, worst.csv and worst.png. Averaged views are scored
-    beside the plain images. Only safetensors files are read.
+    in addition to the plain images. Only safetensors files are read.
     """
 
     split: str = choice(
@@ -114,8 +114,8 @@ class PredictSettings(ViewSettings, ModelSettings):
     python scripts/predict.py digits photo.png --explain why          # why/00001-photo.png: what led to the label
     curl -s https://example.org/cat.jpg | python scripts/predict.py digits -
 
-    Exit code: 0 all images were labeled, 1 some could not be read (named on standard error), 2 the arguments are
-    wrong. Only safetensors files are read.
+    Exit code: 0 if all images were labeled, 1 if some could not be read (named on standard error), 2 for wrong
+    arguments. Only safetensors files are read.
     """
 
     images: Iterable[str | Path] = word(
@@ -139,16 +139,16 @@ class PredictSettings(ViewSettings, ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportSettings(ImageSettings, ModelSettings):
-    """Exports a trained model to a file that other programs run, and checks that it gives the same results.
+    """Exports a trained model to a file that other programs can run, and checks that the results stay the same.
 
     python scripts/export.py digits --format onnx                      # a run's name; for onnxruntime
     python scripts/export.py digits --format onnx --precision int8     # quantized; prints accuracy and speed
-    python scripts/export.py digits --format onnx --with-preprocessing  # takes pictures, gives probabilities
+    python scripts/export.py digits --format onnx --with-preprocessing  # maps pictures to probabilities
     python scripts/export.py logs/runs/digits --format torch-export    # for PyTorch without zerovision
     python scripts/export.py model.safetensors --format safetensors --precision bf16 --data digits --output ~/models
 
-    Every file is opened again and compared with PyTorch on real images before it is kept. Exit code: 0 exported, 1 the
-    file differs by too much, 2 the arguments are wrong.
+    Before a file is kept, it is reopened and compared with PyTorch on real images. Exit code: 0 if the model was
+    exported, 1 if the file differs too much, 2 for wrong arguments.
     """
 
     format: str = choice(None, FORMATS, "; ".join(f"{name}: {one.summary}" for name, one in FORMATS.items()) + ".")
@@ -178,10 +178,10 @@ class ExportSettings(ImageSettings, ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportSettings(CommandSettings):
-    """Writes the report of a run, or of several side by side: a single HTML file that needs no network.
+    """Writes the report of a run, or of several runs side by side: a single HTML file that works offline.
 
     python scripts/report.py digits                                # writes logs/runs/digits/report.html
-    python scripts/report.py digits --watch                        # again whenever the run logs, until it ends
+    python scripts/report.py digits --watch                        # rewrites the report whenever the run logs
     python scripts/report.py digits digits-again --output both.html
 
     RUN is a run's name in logs/runs, or its folder.
@@ -199,12 +199,12 @@ class ReportSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishSettings(ModelSettings):
-    """Uploads a finished run's model to the Hugging Face hub: weights, model card, class names, timm's config.json.
+    """Uploads a finished run's model to the Hugging Face hub: weights, model card, class names, config.json.
 
     python scripts/publish.py digits my-team/digits --dry-run   # lists what would be uploaded; needs no network
-    python scripts/publish.py digits my-team/digits             # private, unless --public
+    python scripts/publish.py digits my-team/digits             # private unless --public is given
 
-    The token is HF_TOKEN, or that of `hf auth login`.
+    The access token comes from HF_TOKEN or from `hf auth login`.
     """
 
     repository: str = word("ORG/NAME", "Repository on the hub; created if missing.")
@@ -214,14 +214,14 @@ class PublishSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackSettings(CommandSettings):
-    """Packs a data set into tar files in WebDataset's layout, each with an index, and checks them.
+    """Packs a data set into tar files in WebDataset's layout, each with an index, and checks the files.
 
     python scripts/pack.py ~/photos ~/packed                              # then train with --data ~/packed
     python scripts/pack.py list.csv packed --shard-mb 100 --val-fraction 0.1
     python scripts/pack.py torchvision:CIFAR10 cifar10
 
-    pack also takes all flags of the trainer, such as --split-seed. Images keep their bytes, names and parts; training
-    images are shuffled. Exit code: 0 everything is packed, 2 packing failed.
+    pack also accepts all of the trainer's flags, such as --split-seed. Images keep their bytes, names and parts;
+    training images are shuffled. Exit code: 0 if everything was packed, 2 if packing failed.
     """
 
     data: str = word("DATA", "Data set to pack, as in --data of the trainer.")

@@ -1,4 +1,4 @@
-"""Finds the trained model that a user gives as a run's name, a run's folder, or a safetensors file."""
+"""Finds the trained model that a user specifies by a run's name, a run's folder, or a safetensors file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def find_model(given: str | Path) -> TrainedModel:
         UserError: if there is no such model, or if loading the file could run code.
     """
     path = Path(os.path.expanduser(given))
-    path = path if os.path.exists(path) else log_folder().parent / path  # 'logs/runs/NAME/...', typed elsewhere
+    path = path if os.path.exists(path) else log_folder().parent / path  # 'logs/runs/NAME/...' in another folder
     if os.path.isfile(path):
         _check_is_safetensors(path)
         return TrainedModel(path, path.parent if _is_run(path.parent) else None)
@@ -71,7 +71,7 @@ def find_run(given: str | Path) -> Path:
     path = Path(os.path.expanduser(given))
     places = (path, runs / given, log_folder().parent / path) if given else ()
     folders = [folder for folder in places if os.path.isdir(folder)]
-    if found := next(filter(_is_run, folders), None):  # a run is named after its data, whose folder may match too
+    if found := next(filter(_is_run, folders), None):  # a run is named after its data, so the data's folder may match
         return found.resolve()
     if folders:
         raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Give logs/runs/NAME.")

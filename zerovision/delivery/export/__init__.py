@@ -1,4 +1,4 @@
-"""Exports a trained model to a file that other programs run; contains the table of formats and precisions.
+"""Exports a trained model to a file that other programs can run; contains the table of formats and precisions.
 
 Importing this package loads neither torch nor onnx, so that `--help` can print the table without delay.
 """
@@ -18,7 +18,7 @@ class ExportFormat(NamedTuple):
         open: name of the function (path, threads) that opens a file as a `Forward`.
         extension: extension of the file name.
         precisions: names in `PRECISIONS` that the format can store.
-        summary: one phrase for `--help`.
+        summary: short description for `--help`.
         has_graph: whether the format stores the computation graph, and can therefore include the preprocessing.
     """
 

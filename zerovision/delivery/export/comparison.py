@@ -18,24 +18,25 @@ from zerovision.delivery.views import probabilities_of
 from zerovision.training.base.units import percent, plural
 
 SMALL_BATCHES = (1, 2)
-ROUNDING = 1e-9  # points, because 1.0 - 0.99 is slightly more than 0.01
+ROUNDING = 1e-9  # allowance in points, because 1.0 - 0.99 is slightly more than 0.01
 TIMED_RUNS = 20
 
 
-# fp32 has 24 significant bits (2^-24 = 6e-8). Kernels differ in the order in which they sum some thousand products,
-# through up to a few hundred layers. The largest difference measured was 2e-6; 1e-4 leaves room for deeper networks. A
-# wrong constant causes a much larger difference.
-# bf16 has 8 significant bits, so a weight is off by up to 2^-9 of itself. Independent errors average out within a dot
-# product, and grow with the square root of the number of layers: 2^-9 x 0.6 x 10 is 1 % after a hundred layers. The
-# differences measured were 0.05 to 2.2 %, and 2^-4 is 6 %. A single logit may move by ten times as much, so the largest
-# difference has a wider bound (up to 11 % was measured). Arithmetic stays in fp32, and so does the bound for other
-# batch sizes.
-# For int8, accuracy decides. Other batch sizes use other kernels, and a difference in the last bit may move a value to
-# the neighboring one of 256 levels.
+# fp32 has 24 significant bits (2^-24 = 6e-8). Kernels differ in the order in which they sum several thousand products,
+# in up to a few hundred layers. The largest difference measured was 2e-6; 1e-4 leaves room for deeper networks. A wrong
+# constant causes a much larger difference.
+# bf16 has 8 significant bits, so the relative error of a weight is at most 2^-9. Independent errors average out within
+# a dot product, and grow with the square root of the number of layers: 2^-9 x 0.6 x 10 is 1 % after a hundred layers.
+# The differences measured were 0.05 to 2.2 %, and 2^-4 is 6 %. A single logit may change by ten times as much, so the
+# bound on the largest difference is wider (up to 11 % was measured). Arithmetic stays in fp32, so other batch sizes
+# have the same bound as for fp32.
+# For int8, accuracy is decisive. Other batch sizes use other kernels, and a difference in the last bit may move a value
+# to the neighboring one of 256 levels.
 #
-# Precision -> how far logits may be off: the largest difference from the PyTorch module's logits in fp32, as a share of
-# the largest logit; the root mean square of these differences, as a share of that of the logits; the largest difference
-# from the file's own logits at another batch size, as a share of the largest logit. None: accuracy alone decides.
+# Precision -> by how much logits may differ: the largest difference from the PyTorch module's logits in fp32, as a
+# share of the largest logit; the root mean square of these differences, as a share of the logits' root mean square; the
+# largest difference from the file's own logits at another batch size, as a share of the largest logit. None: only
+# accuracy is checked.
 TOLERANCES: dict[str, tuple[float | None, float | None, float]] = {
     "fp32": (1e-4, 1e-4, 1e-4),
     "bf16": (2**-2, 2**-4, 1e-4),
@@ -43,8 +44,8 @@ TOLERANCES: dict[str, tuple[float | None, float | None, float]] = {
     "fp32 of pictures": (2**-5, 2**-5, 1e-4),  # without AVX2, PyTorch may round a resized pixel differently
     "bf16 of pictures": (2**-2, 2**-4, 1e-4),
 }
-SMALLEST_PROBABILITY = 1e-12  # smaller probabilities are raised to this before the logarithm
-MOST_LEVELS = 1.01  # of 255, by which a preprocessed pixel may be off
+SMALLEST_PROBABILITY = 1e-12  # smaller probabilities are raised to this value before taking the logarithm
+MOST_LEVELS = 1.01  # number of levels, of 255, by which a preprocessed pixel may differ
 PIXELS_AT_A_TIME = 2**23
 
 
@@ -80,7 +81,7 @@ class Agreement:
 
     @property
     def points_lost(self) -> float:
-        """The percentage points of top-1 accuracy that the file loses."""
+        """The number of percentage points of top-1 accuracy that the file loses."""
         return 100 * (self.model_top1 - self.file_top1)
 
     @property
@@ -99,7 +100,7 @@ class Agreement:
 
 
 def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
-    """Run a file on all images in full batches and on the first few in small batches, and compare the logits."""
+    """Run a file on all images in full batches, and on the first few images in small batches; compare the logits."""
     logits = run_in_batches(forward, check.images, batch_size)
     right, file_right = check.is_right(check.logits), check.is_right(logits)
     batch_difference, first = 0.0, 0
@@ -127,7 +128,7 @@ def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
 def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
     """Run a file that includes the preprocessing on the pictures, and compare its results with those of `predict`.
 
-    The logits to compare are the logarithms of the probabilities.
+    The logarithms of the probabilities are compared in place of logits.
 
     Raises:
         ExportRefused: if a preprocessed pixel differs from the one in `predict` by more than rounding explains.
@@ -164,7 +165,7 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
 
 
 def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: float) -> None:
-    """Check that a file does not differ by more than its precision explains, or lose more accuracy than allowed.
+    """Check that a file differs by no more than its precision explains, and loses no more accuracy than allowed.
 
     Raises:
         ExportRefused: if the check fails; the message contains the number and its bound.
@@ -180,8 +181,8 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
                 f"not exported: {what} is {share:.2g} of the logits, more than {bound:.2g} for {precision}. "
                 "Nothing was written."
             )
-    # With fewer than 100 images, a single image is more than a point, and near a tie, rounding decides: to 2^-9 of a
-    # weight in bf16, or to a level in int8. So the loss of one image, the smallest possible, is no reason to refuse.
+    # With fewer than 100 images, a single image is worth more than a point, and near a tie, the outcome depends on
+    # rounding (to 2^-9 of a weight in bf16, or to a level in int8). So losing one image is no reason to refuse.
     is_coarse = max_accuracy_loss > 0 and agreement.images < 100
     allowed = max(max_accuracy_loss, 100 / agreement.images) if is_coarse else max_accuracy_loss
     if not agreement.points_lost <= allowed + ROUNDING:

@@ -1,4 +1,4 @@
-"""The settings, network and check images of an export; also writes and opens the formats for PyTorch.
+"""Contains the settings, network and check images of an export; also writes and opens the formats for PyTorch.
 
 The formats for PyTorch are safetensors (named tensors) and torch.export (graph and tensors).
 """
@@ -64,21 +64,21 @@ class CheckImages:
         return len(self.labels)
 
     def is_right(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return whether the highest of each image's logits, [N, classes], is that of a correct class, bool [N]."""
+        """Return whether each image's highest logit in `logits`, [N, classes], belongs to a correct class, bool [N]."""
         return self.task.hits(logits.argmax(1, keepdim=True), self.labels)[:, 0]
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What a format's writer needs to export a model.
+    """Everything that a format's writer needs to export a model.
 
     Attributes:
         settings: the user's settings.
         module: the network, or a module that contains the network and its preprocessing, in float32 on the CPU and in
             evaluation mode; writers must not change this module.
-        metadata: metadata that `zerovision.training.checkpoint.weights.load_model` returned with the network.
+        metadata: the network's metadata, as returned by `zerovision.training.checkpoint.weights.load_model`.
         origin: where the network came from, as JSON values.
-        check: images to compare the file on.
+        check: images on which to compare the file with the module.
         calibration: images from the training split, float32 [M, C, S, S]; None if the precision needs no calibration.
     """
 
@@ -103,7 +103,7 @@ class ExportJob:
         return ({axis: torch.export.Dim(name) for axis, name in enumerate(names)},)
 
     def use(self) -> dict[str, Any]:
-        """Return a description of how to use the file; see `describe_use`."""
+        """Return the instructions for using the file; see `describe_use`."""
         use = describe_use(self.metadata)
         return self.module.describe(use) if isinstance(self.module, FromPictures) else use
 
@@ -115,10 +115,10 @@ def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> t
 
 
 def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportSettings) -> CheckImages:
-    """Read validation images, evenly spaced if not all are used, and run the network on them.
+    """Read validation images (evenly spaced ones if not all are used), and run the network on them.
 
     Raises:
-        UserError: if an image cannot be read and bad images are not allowed, or if no image can be read.
+        UserError: if no image can be read, or if any image cannot be read and bad images are not allowed.
     """
     dataset = data.datasets.val
     bytes_per_image = 4 * dataset.source.channels * math.prod(dataset.preprocessing.sides)
@@ -179,7 +179,7 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 
 def write_safetensors(job: ExportJob, path: Path) -> None:
-    """Write the tensors with zerovision's metadata; in bf16, biases and norms stay in fp32."""
+    """Write the tensors with zerovision's metadata; for bf16, biases and norms stay in fp32."""
     is_bf16, tensors = job.settings.precision == "bf16", job.module.state_dict()
     stored = {name: tensor.bfloat16() if is_bf16 and is_large(tensor) else tensor for name, tensor in tensors.items()}
     facts = {**job.metadata, "extra": {**job.metadata["extra"], "exported": job.origin}}
@@ -195,7 +195,7 @@ def open_safetensors(path: Path, threads: int) -> Forward:
 
 
 class StoredInBf16(nn.Module):
-    """A network whose large weights are stored in bf16 and widened to fp32 for use."""
+    """A network whose large weights are stored in bf16 and converted to fp32 for each forward pass."""
 
     def __init__(self, module: nn.Module) -> None:
         """Copy the network, and convert its large weights to bf16."""

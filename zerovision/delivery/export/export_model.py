@@ -72,7 +72,7 @@ def run(settings: ExportSettings) -> int:
 
 
 def export_model(settings: ExportSettings) -> Exported:
-    """Export a model; files are given their final names only after the check.
+    """Export a model; files receive their final names only after the check.
 
     Raises:
         UserError: for a mistake in the settings, or for a disk error.
@@ -89,7 +89,7 @@ def export_model(settings: ExportSettings) -> Exported:
     about, calibration = files_about(job.metadata), read_calibration(model.weights)
     if settings.with_preprocessing:
         job = dataclasses.replace(job, module=FromPictures(job.module, job.metadata, calibration).eval())
-        about.pop(PREPROCESSING)  # the file contains the preprocessing and the calibration
+        about.pop(PREPROCESSING)  # the exported file itself contains the preprocessing and the calibration
         calibration = None
     check_output(output, about)
     write, open_exported = (pkgutil.resolve_name(name) for name in (chosen.write, chosen.open))
@@ -165,7 +165,7 @@ def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
 
 
 def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Return where an exported file comes from, without paths on this machine."""
+    """Describe the origin of an exported file, without paths on this machine."""
     extra = metadata["extra"]
     return {
         "model": metadata["description"].model_type,

@@ -25,21 +25,21 @@ from zerovision.delivery.export.output_folder import INPUT_NAME
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 
-MAX_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB, part of which the graph needs
+MAX_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB, and the graph needs a part of that
 FOLD_BYTES = 2**31  # fold constants of any size
 ERRORS_ONLY = 3  # onnxruntime's log levels: 2 warnings, 3 errors
 
 
-STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # if the second operand is a constant
+STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # quantized if the second operand is a constant
 # Operators that pass 8-bit values on unchanged; they are quantized only after a quantized layer.
 PASSING_OPERATORS = ("Relu", "Clip", "MaxPool", "Reshape", "Transpose", "Flatten")
 CALIBRATION_BATCH = 32
 
 
 def write_onnx(job: ExportJob, path: Path) -> Path | None:
-    """Export the graph, convert it to the job's precision, and write it; temporary files may be left next to it.
+    """Export the graph, convert it to the job's precision, and write it; temporary files may remain next to `path`.
 
-    The file is validated by onnx's own checker, including shape inference.
+    The file is validated with onnx's own checker, including shape inference.
 
     Returns:
         Path of the fp32 file to compare an int8 file with; None for other precisions.
@@ -98,7 +98,7 @@ def export_graph(job: ExportJob) -> ModelProto:
             verbose=False,
         )
     assert program is not None  # without a file name, the exporter returns the program
-    # Nodes in the graph assemble an LSTM's weights from PyTorch's; folding turns the result into constants again.
+    # Nodes in the graph assemble an LSTM's weights from PyTorch's; folding turns the weights into constants again.
     model = optimizer.optimize(program.model_proto, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES)
     _strip(model)
     return model
@@ -147,14 +147,14 @@ def quantize(model: ModelProto, calibration: torch.Tensor, fp32: Path) -> ModelP
 
     A real number r is stored as an 8-bit integer q, with r = scale * (q - zero_point) (equation 1 of Jacob et al. 2018,
     arXiv:1712.05877). Weights have one scale per output channel and a zero point of 0; activations have one scale and
-    zero point per tensor, from their range on the calibration images. The quantizer writes this as pairs of
-    QuantizeLinear and DequantizeLinear nodes (QDQ), between which onnxruntime's kernels compute in integers. LSTMs stay
-    in fp32, because onnxruntime has no static int8 kernel for them.
+    zero point per tensor, from their range on the calibration images. The quantizer represents this by
+    pairs of QuantizeLinear and DequantizeLinear nodes (QDQ), between which onnxruntime's kernels compute in integers.
+    LSTMs stay in fp32, because onnxruntime has no static int8 kernel for LSTMs.
 
     Args:
         model: the result of `export_graph`.
         calibration: images of the training split, float32 [M, C, S, S].
-        fp32: file that contains `model`; temporary files are left next to it.
+        fp32: file that contains `model`; temporary files remain next to it.
     """
     prepared, quantized = fp32.with_name("prepared.onnx"), fp32.with_name("quantized.onnx")
     quant_pre_process(fp32, prepared, skip_optimization=True, skip_symbolic_shape=True)
@@ -175,11 +175,11 @@ def quantize(model: ModelProto, calibration: torch.Tensor, fp32: Path) -> ModelP
         weight_type=QuantType.QInt8,
         nodes_to_quantize=layers,
         calibrate_method=CalibrationMethod.MinMax,
-        # one batch at a time; otherwise, the activations of all images are in memory together
+        # process one batch at a time; otherwise, the activations of all images would be in memory together
         extra_options={"CalibStridedMinMax": 1},
     )
     result = onnx.load(quantized)
-    del result.graph.value_info[:]  # shapes of intermediate tensors, which every reader infers
+    del result.graph.value_info[:]  # shapes of intermediate tensors, which every reader can infer
     return result
 
 

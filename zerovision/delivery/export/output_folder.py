@@ -21,7 +21,7 @@ PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME = "images", "logits"
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by number of channels; for arrays, only the user knows the channels
 DIVISORS = {"uint8": 255, "uint16": 65535, "int16": 32767, "float32": 1}
-# The text is the same for every model; the names in it refer to the values next to it in the JSON file.
+# This text is the same for every model; its names refer to the values next to it in the JSON file.
 READING = (
     "Turn the image upright by its EXIF orientation and convert it to `channels`, transparent pixels on white unless "
     "they are RGBA (null: take the arrays as they are). Unless `shrink_to` is null, shrink files to 1/2, 1/4 or 1/8 as "
@@ -44,8 +44,8 @@ Publish = Callable[[dict[Path, str]], list[Path]]
 def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
     """Yield a hidden folder inside the output folder, and a function that moves files from it to the output folder.
 
-    The function takes the files with their new names, and returns their new paths in the same order. When the block
-    ends, the hidden folder is removed; after an error, so are the folders that were created for it.
+    The function takes the files with their new names, and returns the new paths in the same order. When the block ends,
+    the hidden folder is removed; after an error, the folders that were created to contain it are also removed.
 
     Raises:
         UserError: in place of an OSError, such as for a full disk.
@@ -75,7 +75,7 @@ def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
 
 
 def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of preprocessing.json.
+    """Return the contents of preprocessing.json.
 
     Args:
         metadata: metadata returned by `zerovision.training.checkpoint.weights.read_metadata`.
@@ -129,7 +129,7 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
 
 
 def files_about(metadata: dict[str, Any]) -> dict[str, bytes]:
-    """Return the content of preprocessing.json, and of class_map.txt if the model has one, by file name."""
+    """Return the contents of preprocessing.json and, if the model has a class map, of class_map.txt, by file name."""
     text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
     # Folder names may contain bytes that are not valid text.
     files = {PREPROCESSING: text.encode("utf-8", "backslashreplace")}

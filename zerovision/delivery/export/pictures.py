@@ -1,7 +1,7 @@
-"""Puts the preprocessing into an exported file, which then maps pictures of any size to the probabilities of `predict`.
+"""Adds the preprocessing to an exported file, which then maps pictures of any size to the probabilities of `predict`.
 
 PyTorch resizes 8-bit images with integers: first the columns, then the rows, with 16-bit weights, rounding after each
-step. This module does the same by two matrix products, because every runtime supports matrix products and few support
+step. This module does the same with two matrix products, because every runtime supports matrix products and few support
 an antialiased Resize. The sums are whole numbers below 2^24, which float32 represents exactly, unless a picture is
 shrunk very far.
 """
@@ -24,7 +24,7 @@ from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.tasks.of_weights import task_of
 
 PICTURES, ANSWERS = "pictures", ("probabilities", "class")
-WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # of PyTorch's integer weights, without the sign; of their fractions
+WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # bits of PyTorch's integer weights, without the sign; bits of their fractions
 EXAMPLE = (2, 37, 53)  # pictures, height and width; sizes that are 1 or equal would become constants
 
 
@@ -37,7 +37,7 @@ class FromPictures(nn.Module):
         calibration: the model's calibration, or None.
 
     Raises:
-        UserError: if the network takes images that are not 8-bit, or that are resized by a filter without antialiasing.
+        UserError: if the network takes images that are not 8-bit, or images that a filter without antialiasing resizes.
     """
 
     mean: torch.Tensor
@@ -95,13 +95,13 @@ class FromPictures(nn.Module):
         return values
 
     def _geometry(self, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sides of the resized picture, and the position in it of the output's first pixel: float64 [2]."""
+        """Return the sides of the resized picture, and where in it the output's first pixel is, each float64 [2]."""
         size, resize_size = self.preprocessing.image_size, self.preprocessing.resize_size
         pads, covered = self.preprocessing.fit == "pad", size if resize_size is None else resize_size
         wanted, around = (torch.tensor(sides(given), dtype=torch.float64) for given in (size, covered))
         if not pads and resize_size is None:
             return wanted, torch.zeros_like(wanted)
-        # Scale by the side that fills the shape when padding, or by the one that just covers it when cropping.
+        # Scale by the side that fills the shape when padding, or by the side that just covers the shape when cropping.
         is_taller = around[0] * there[1] <= around[1] * there[0]
         axis = torch.where(is_taller, 0, 1) if pads else torch.where(is_taller, 1, 0)
         resized = around[axis] * there / there[axis]
@@ -124,7 +124,7 @@ class FromPictures(nn.Module):
         return ((weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc() / one).float()[:-1]
 
     def describe(self, use: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of preprocessing.json, adapted to the inputs and outputs of the file."""
+        """Return the contents of preprocessing.json, adapted to the file's inputs and outputs."""
         output = {key: value for key, value in use["output"].items() if key != "probabilities"}
         shape = ["batch", "height", "width", self.preprocessing.channels]
         return use | {

@@ -1,1 +1,1 @@
-"""Writes a report that shows one run, or several side by side, in a single HTML file that needs no network."""
+"""Writes a report that shows one run, or several runs side by side, in a single HTML file that works offline."""

@@ -115,7 +115,7 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
     y_axis, write, caption = frame.y_axis(low, high), frame.write, frame.caption
     drawn = [_drawn(line, x_axis, y_axis, write) for line in lines]
     _spread_labels(drawn)
-    if not caption and len(lines) == 1 and high - low > abs(high) / 100:  # a smaller range says nothing
+    if not caption and len(lines) == 1 and high - low > abs(high) / 100:  # a smaller range is not worth mentioning
         caption = f"From {write(first)} to {drawn[0]['last']}; between {write(low)} and {write(high)}."
     in_script = ("name", "switch", "style", "x", "y")
     return {
@@ -329,7 +329,7 @@ def _line(history: History, column: str, name: str, style: int, switch: str = ""
 
 
 def _validation_loss(history: History) -> str:
-    """Return a sentence on the first, the last and the lowest validation loss."""
+    """Return a sentence about the first, the last and the lowest validation loss."""
     losses = [(epoch, history.epochs[epoch]["val_loss"]) for epoch in sorted(history.epochs)]
     if not losses:
         return ""

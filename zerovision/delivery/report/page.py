@@ -38,7 +38,7 @@ MOST_RUNS = STYLES  # so that no two lines look the same
 MOST_RUNS_WITH_MATRIX = 4
 IMAGES_OF_ALL_RUNS = 32  # sample images of each kind
 POLL_SECONDS = 2.0
-LARGEST_SHARE_OF_TIME = 0.1  # for writing, because training needs the processor
+LARGEST_SHARE_OF_TIME = 0.1  # of the time may be spent on writing, because training needs the processor
 # A run writes its evaluation after its last log line, so the page is rewritten until the files stop changing.
 POLLS_AFTER_THE_END = 3
 POLLS_WITHOUT_CHANGE = 30  # then the page is rewritten, because the run may have crashed
@@ -230,10 +230,10 @@ def compare(folders: Sequence[Path]) -> list[str]:
 
 
 def mcnemar(right: np.ndarray, other: np.ndarray) -> tuple[int, int, float]:
-    """Return the numbers of images that only the first and only the second model gets right, and the p-value.
+    """Return how many images only the first model gets right, how many only the second gets right, and the p-value.
 
     This is the exact form of McNemar's test (1947, https://doi.org/10.1007/BF02295996): if the models do not differ,
-    each is equally likely to be the one that is right. Dietterich 1998 (https://doi.org/10.1162/089976698300017197)
+    each is equally likely to be right when only one of them is. Dietterich 1998 (https://doi.org/10.1162/089976698300017197)
     recommends the test for models that were trained only once.
 
     Args:

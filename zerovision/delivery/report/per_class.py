@@ -28,7 +28,7 @@ JPEG_QUALITY = 80
 
 
 def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores per class; with more than `MOST_CLASSES_LISTED` classes, only those with the lowest F1.
+    """Return the scores per class; with more than `MOST_CLASSES_LISTED` classes, only the classes with the lowest F1.
 
     Returns:
         `rows` of (name, images, predictions, precision, recall, F1), `averages` of (name, precision, recall, F1), and

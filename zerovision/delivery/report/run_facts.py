@@ -48,7 +48,7 @@ MOST_MARKS = 200  # of one kind on the timeline
 
 
 class Status(NamedTuple):
-    """A run's status: finished, diverged, stopped, gave up, running, crashed or not started, with a sentence on it."""
+    """A run's status: finished, diverged, stopped, gave up, running, crashed or not started, and an explanation."""
 
     word: str
     sentence: str
@@ -136,7 +136,7 @@ def describe(run: RunFiles) -> str:
 
 
 def command_of(run: RunFiles) -> str:
-    """Return the command that repeats the run, or its original command if a setting belongs to another version."""
+    """Return the command that repeats the run, or its original command if a setting belongs to a different version."""
     ranks, started_by = run.environment.get("ranks"), str(run.environment.get("command", ""))
     if not isinstance(ranks, int):
         return started_by
@@ -177,7 +177,7 @@ def key_figures(run: RunFiles) -> Iterator[Fact]:
 
 
 def _pipeline(line: Mapping[str, Any]) -> Fact:
-    """Return how balanced the pipeline stages or the ensemble's members are, and how long a rank waits."""
+    """Return how evenly work is divided among the pipeline stages or ensemble members, and how long a rank waits."""
     shares, waited = ", ".join(percent(share, 0) for share in line["stage_shares"]), percent(line["wait_share"], 0)
     if "members" in line:
         members = clip(" | ".join(map(str, line["members"])), LONGEST_REASON)

@@ -34,7 +34,7 @@ from zerovision.training.engines.settings import WAYS
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
 # Measured on rank 0; logged only by some versions and on some devices.
 SYSTEM = ("memory_bytes", "memory_allocated_bytes", "gpu_utilization", "data_wait_share", "disk_free_bytes")
-CPUS = ("lowest_cpu_utilization", "highest_cpu_utilization")  # among the machines
+CPUS = ("lowest_cpu_utilization", "highest_cpu_utilization")  # the extremes among the machines
 EVENTS = ("skipped_step", "wrong_gradient", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
@@ -69,14 +69,14 @@ class History:
     Attributes:
         steps: the optimizer step of each logging point, in ascending order.
         columns: the values at `steps`, or NaN, for each name in `CURVES`, `SYSTEM` and `CPUS`; also the numbers of
-            steps and seconds in the interval before each of `steps`.
+            steps and seconds in the interval before each step in `steps`.
         epochs: the line of each epoch, by epoch number.
         events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
         checkpoints: lines about saved checkpoints.
         pipeline: the latest line about the stages of a pipeline; None without a pipeline.
         rounds: lines about outer steps of islands, by round number.
         processes: one `Process` for each start of the run.
-        repeated_steps, repeated_seconds: amount of logged training that was repeated after restarts.
+        repeated_steps, repeated_seconds: number of logged steps and seconds that were repeated after restarts.
         logged_images, logged_seconds: sums over all logged intervals, including repeated intervals.
         memory_bytes_per_rank: peak memory of each rank; before the first epoch ends, only rank 0's is known.
         first_time, last_time: Unix times of the first and last lines in seconds; None if nothing was logged.
@@ -243,19 +243,19 @@ def read_history(path: Path) -> History:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The content of a run's folder.
+    """The contents of a run's folder.
 
     Attributes:
         folder: the run's folder.
-        config, environment: content of config.json and environment.json; empty if the file is missing.
-        history: content of metrics.jsonl.
-        scores: content of evaluation/scores.json; None if the file is missing.
+        config, environment: contents of config.json and environment.json; empty if the file is missing.
+        history: contents of metrics.jsonl.
+        scores: contents of evaluation/scores.json; None if the file is missing.
         test_scores: scores of the test part; None if the test part was not evaluated.
         calibration: calibration of the weights; None if they are not calibrated.
-        rate_search: content of learning_rate.json; None if there was no search.
+        rate_search: contents of learning_rate.json; None if there was no search.
         parameters: number of values in the weights file, including BatchNorm buffers; None if the file is missing.
         notes: a sentence for each missing file.
-        batch_search: content of batch_size.json; None if there was no search.
+        batch_search: contents of batch_size.json; None if there was no search.
     """
 
     folder: Path
