@@ -25,8 +25,8 @@ class ModelSpec:
     Attributes:
         summary: One phrase for `--help` and the guide.
         timm_name: The network's name in timm, if it is one of timm's own.
-        module: The module that registers the network with timm under this name, if it is not one of timm's own. An
-            ensemble has no module, because `zerovision.models.build` builds it from its members.
+        module: The module that registers the network with timm under the model's name, if it is not one of timm's own.
+            An ensemble has no module, because `zerovision.models.build` builds it from its members.
         always_pretrained: Whether the model requires pretrained weights, from the hub or from `--weights FILE`.
         learning_rate: Default peak learning rate of AdamW when training from random weights; see docs/dev/models.md.
         takes_members: Whether the network consists of other models in `MODELS`.

@@ -27,11 +27,11 @@ LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
 
 class Piece(NamedTuple):
-    """The bytes that a network's computation needs from one place in it to the next, for one micro-batch.
+    """The bytes needed to compute the part of a network between two places, for one micro-batch.
 
     Attributes:
         saved: number of bytes that the forward pass keeps for the backward pass.
-        workspace: peak number of bytes, in either pass, in addition to those that this and earlier pieces keep.
+        workspace: peak number of bytes, in either pass, in addition to the bytes that this and earlier pieces keep.
         entered: size in bytes of the tensor from the previous piece; 0 for the first piece.
     """
 
@@ -80,7 +80,7 @@ def activations(
         precision: 'fp32', or 'bf16' or 'fp16' for autocast, whose copies of the weights are counted.
         device: 'cpu', or 'cuda', whose autocast normalizes in fp32.
         channels_last: whether the engine keeps convolution weights in the channels_last format.
-        places: names of distinct modules, in the order in which they run, between which bytes are also counted.
+        places: names of distinct modules, in the order in which they run; bytes are also counted between these modules.
     """
     copies = functools.partial(onednn_copies, channels_last=channels_last) if device == "cpu" else None
     lower = precision != "fp32"
@@ -102,7 +102,7 @@ def activations(
         pieces = _Pieces(network, places, live, images.nbytes)
         live.ignore([images, *network.parameters(), *network.buffers(), *gradients])
         with live, warnings.catch_warnings(action="ignore"):
-            # Autocast's cache keeps copies of weights until the forward pass ends, or that of a part between places.
+            # Autocast's cache keeps copies of weights until the forward pass of the network, or of a part, ends.
             with torch.autocast("cpu", dtype=DTYPES.get(precision), enabled=lower, cache_enabled=not places):
                 logits = network(images)
             saved = live.now

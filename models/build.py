@@ -66,8 +66,8 @@ def build_model(
         class_names: class names of the data, by which the loaded classifier is reordered; empty to keep its order.
 
     Raises:
-        UserError: for a name, size, batch or file that does not work (the message says what to type), and for dropout
-            or drop path in a model that does not support it.
+        UserError: for a name, size, batch or file that does not work (the message says what to use instead), and for
+            dropout or drop path in a model that does not support it.
     """
     pretrained, weights = loads_weights and config.pretrained, loads_weights and config.weights
     if pretrained and weights:

@@ -15,7 +15,7 @@ from torch import nn
 from zerovision.models.basic_cnn import conv_block
 
 HIDDEN_SIZE = 128
-HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  # in oneDNN's LSTM
+HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  # whether oneDNN's LSTM has bf16 kernels
 
 
 class CNNLSTM(nn.Module):

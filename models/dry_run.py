@@ -34,7 +34,7 @@ def without_data(module: nn.Module) -> nn.Module:
         empty = torch.empty_like(tensor, device="meta")
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    # The deep copy considers these already copied, so no weight is copied.
+    # The deep copy considers these tensors already copied, so no weight is copied.
     copied = {id(tensor): on_meta(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, copied).train()
 
@@ -78,7 +78,7 @@ def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int
     try:
         with torch.enable_grad(), counter:
             module(images).sum().backward()
-    except Exception:  # whatever a user's timm model does with its data: only this number is lost
+    except Exception:  # a user's timm model may raise anything; only this number is lost
         return None
     return counter.get_total_flops() or None
 

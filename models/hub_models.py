@@ -15,7 +15,7 @@ from zerovision.training.base.errors import UserError
 
 
 def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) -> tuple[str, str]:
-    """Return a repository's network as `timm:<architecture>`, and the local path of its weights, '' if not requested.
+    """Return a repository's network as `timm:<architecture>`, and its weights' local path, or '' if not requested.
 
     Missing files are downloaded into the hub's local cache; only safetensors are read.
 

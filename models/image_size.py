@@ -33,7 +33,7 @@ def create_for_image_size(
     Args:
         create: function that creates a described network, which maps `[B, C, H, W]` to `[B, num_classes]`.
         part: description of the network, with the model's name as the user typed it.
-        config: settings with the batch size, and with whether to keep the stride even for small images.
+        config: settings with the batch size and the choice of whether to keep the stride for small images.
 
     Returns:
         The network and the strides that were changed.

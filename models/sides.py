@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 ImageSize = int | str
-"""The side of square images in pixels, such as 224; 'HEIGHTxWIDTH' for others, such as '224x448'."""
+"""The side of square images in pixels, such as 224; 'HEIGHTxWIDTH' for other images, such as '224x448'."""
 
 _SIDES = re.compile(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}")
 

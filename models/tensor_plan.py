@@ -52,7 +52,7 @@ TENSOR_PLANS: dict[str, dict[str, Region]] = {
     "VGG": {"ConvMlp": Region({"fc1": 1}, "fc2", dropout="drop")},
 }
 TENSOR_PLANS["Eva"] = TENSOR_PLANS["VisionTransformer"] | {"EvaAttention": _ATTENTION, "AttentionRope": _ATTENTION}
-WIDE_HEAD = 2**20  # classifier weights from which exchanging the outputs pays off
+WIDE_HEAD = 2**20  # number of classifier weights from which exchanging the outputs pays off
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TensorPlan:
 def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
     """Return the parts of a network that `ranks` ranks can divide among themselves.
 
-    A region with other weights, such as a norm over all heads, stays whole.
+    A region that contains other weights, such as a norm over all heads, is not divided.
 
     Args:
         module: the network.

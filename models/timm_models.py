@@ -71,7 +71,7 @@ def _registered(part: Description) -> str:
 
 
 def check_rates(part: Description, rates: Mapping[str, float]) -> None:
-    """Raise UserError for a network without dropout, or without residual blocks that timm can skip.
+    """Raise UserError for a rate that the network cannot use, for lack of dropout or of residual blocks to skip.
 
     Args:
         part: description of the network.
@@ -155,7 +155,7 @@ def adapt_weights(part: Description, tensors: dict[str, torch.Tensor]) -> dict[s
         tensors: the network's complete state dict for other images, including the head.
 
     Returns:
-        The adapted state dict; `tensors` if they cannot be adapted, because they belong to another network.
+        The adapted state dict, or `tensors` if they cannot be adapted because they belong to a different network.
     """
     config: Any = timm.get_pretrained_cfg(timm_name := _registered(part))
     try:
@@ -186,7 +186,7 @@ def _options(part: Description) -> dict[str, Any]:
     options: dict[str, Any] = {
         "num_classes": part.num_classes,
         "in_chans": part.image_channels,
-    }  # by default, timm uses that of the published weights
+    }  # timm's defaults are those of the published weights
     if (img_size := timm_size(timm_name, part.image_size)) is not None:
         options["img_size"] = img_size
     if timm_name.startswith("vgg"):

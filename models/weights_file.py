@@ -32,7 +32,7 @@ def load_weights_file(
 ) -> list[str]:
     """Load a safetensors or `weights_only` file into `module`.
 
-    The network's head is not changed if the head in the file is of another kind or has other classes.
+    The network's head is not changed if the head in the file is of a different kind or has different classes.
 
     Args:
         module: the network, which is modified in place.
@@ -232,14 +232,15 @@ def _other_shapes(expected: StateDict, tensors: StateDict) -> dict[str, list[int
 
 StateDict = dict[str, torch.Tensor]
 
-# The average over the steps, which timm's `load_state_dict` prefers, from timm's train.py and torchvision's references.
+# Keys of weights averaged over steps, which timm's `load_state_dict` prefers: in files from timm's train.py and
+# torchvision's references.
 AVERAGES = ("state_dict_ema", "model_ema")
-# From timm and Lightning, torchvision, PyTorch's tutorial, DeepSpeed, and pytorch-cifar.
+# Keys of plain weights: in files from timm and Lightning, torchvision, PyTorch's tutorial, DeepSpeed and pytorch-cifar.
 RAW = ("state_dict", "model", "model_state_dict", "module", "net")
 
 
 def find_state_dict(content: object) -> tuple[StateDict, list[str]] | None:
-    """Return the tensors by name in a file's content, and a note if they are an average; None without tensors.
+    """Return the tensors by name in a file's content, and a note if they are an average; None if there are no tensors.
 
     Args:
         content: the result of `torch.load`.

@@ -168,13 +168,13 @@ class Preprocessing(_Section):
         return self.values != BYTES or self.channels not in PICTURE_CHANNELS
 
     def at_size(self, size: ImageSize) -> Preprocessing:
-        """Return the preprocessing for square images of another size, which keeps the same share of an image."""
+        """Return the preprocessing for square images of another size, keeping the same share of each image."""
         resize_size = self.resize_size and int(size) * int(self.resize_size) // int(self.image_size)
         return replace(self, image_size=size, resize_size=resize_size)
 
 
 def open_weights(path: str | os.PathLike[str]) -> safe_open:
-    """Open a safetensors file, unless its header is too large: 100 MB of names take gigabytes and a minute to read.
+    """Open a safetensors file, unless its header is too large: 100 MB of names take gigabytes of memory and a minute.
 
     Raises:
         WrongMetadata: if the header is too large.

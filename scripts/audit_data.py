@@ -1,4 +1,4 @@
-"""Looks for mistakes in a data set: scenes in two parts or under two labels, and changed copies."""
+"""Looks for mistakes in a data set: scenes that are in two parts or have two labels, and altered copies of images."""
 
 import sys
 from pathlib import Path

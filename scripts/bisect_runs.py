@@ -1,4 +1,4 @@
-"""Finds the first step at which two runs that should be equal differ, and what else differs."""
+"""Finds the first step at which two runs that should be equal differ, and lists other differences."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Writes the report of a run, or of several runs side by side: a single HTML file that needs no network."""
+"""Writes the report of a run, or of several runs side by side: a single HTML file that works offline."""
 
 import sys
 from pathlib import Path

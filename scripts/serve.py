@@ -1,4 +1,4 @@
-"""Serves a model as a web page on this machine: drop an image to see its labels and the regions behind the first."""
+"""Serves a model as a web page on this machine: drop an image to see its labels and what led to the first label."""
 
 import sys
 from pathlib import Path

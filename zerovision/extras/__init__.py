@@ -1,1 +1,1 @@
-"""Tools around training: data audits, sweeps, a page that serves a model, replay and bisection of runs."""
+"""Tools around training: data audits, sweeps, a web page for a model, and replay and bisection of runs."""

@@ -106,7 +106,7 @@ def compare(first: Path, second: Path) -> Difference:
 
 
 def compare_step(one: Mapping[str, Any], other: Mapping[str, Any]) -> StepDifference:
-    """Compare the hashes of a step in two runs; leaves are compared only if both runs have equally many leaves."""
+    """Compare the hashes of a step in two runs; leaves are compared only if the runs have the same number of leaves."""
     leaves = [side.get("leaves", []) for side in (one, other)]
     pairs = [*zip(*leaves, strict=True)] if len(leaves[0]) == len(leaves[1]) else []
     words = [_differing(number, *pair) for number, pair in enumerate(pairs, start=1)]

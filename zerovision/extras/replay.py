@@ -147,7 +147,7 @@ def replay(run: Path, number: int) -> WatchedStep:
 
 
 def _trained_steps(run: Path, planned: int) -> int:
-    """Return the highest step that a run logged, even if it later resumed earlier; `planned` if there is no log."""
+    """Return the highest step that a run logged, even if it later resumed at a lower step; `planned` without a log."""
     try:
         content = (run / METRICS).read_bytes()
     except OSError:

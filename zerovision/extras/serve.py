@@ -102,7 +102,7 @@ class Server(ThreadedWSGIServer):
         return f"http://{self.typed}:{self.port}/"
 
     def is_named(self, host: str) -> bool:
-        """Return whether a Host header names this server, so that no other site can reach it under its own name.
+        """Return whether a Host header names this server, to keep other sites from reaching it under their own names.
 
         Known names are accepted. Unless the server is local, so are all IP addresses, because another machine may
         forward requests to this one.
@@ -139,7 +139,7 @@ class Server(ThreadedWSGIServer):
         try:
             with self.one_at_a_time:
                 (found,) = predictions_of(self.predictor, iter([("the image", content)]))
-        except Exception as error:  # the page shows any error, such as a GPU out of memory
+        except Exception as error:  # the page shows any error, such as running out of GPU memory
             return {"error": one_line(error)}
         if found.error:
             return {"error": found.error}

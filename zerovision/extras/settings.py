@@ -26,15 +26,15 @@ MOST_STEPS, LARGEST_PORT = 10**9, 65535
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditSettings(CommandSettings):
-    """Looks for mistakes in a data set: scenes in two parts or under two labels, and changed copies.
+    """Looks for mistakes in a data set: scenes that are in two parts or have two labels, and altered copies of images.
 
     python scripts/audit_data.py ~/photos                                  # writes logs/audits/photos
     python scripts/audit_data.py ~/photos --output ~/photos-audit
-    python scripts/audit_data.py ~/photos --run photos                     # divided as that run divides it
-    python scripts/audit_data.py ~/photos --fixes logs/audits/photos/fixes.csv   # apply the fixes left in the file
+    python scripts/audit_data.py ~/photos --run photos                     # divided into parts as in that run
+    python scripts/audit_data.py ~/photos --fixes logs/audits/photos/fixes.csv   # applies the fixes left in the file
 
     Writes audit.html, audit.json, fixes.csv and, for files, fixed.csv: the fixed data as a table of images. Exit code:
-    0 done, with or without findings, 2 wrong arguments.
+    0 if the audit succeeded, with or without findings, 2 for wrong arguments.
     """
 
     data: str = word("DATA", "Data set, as in --data of the trainer.")
@@ -54,12 +54,12 @@ class AuditSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings(ModelSettings):
-    """Serves one model as a page on this machine: drop an image, see its labels and the regions that led to the first.
+    """Serves a model as a web page on this machine: drop an image to see its labels and what led to the first label.
 
-    python scripts/serve.py digits                       # prints the address; Ctrl-C ends it
+    python scripts/serve.py digits                       # prints the address; Ctrl-C stops the server
     python scripts/serve.py model.safetensors --port 0   # a free port
 
-    It listens only on 127.0.0.1 unless --host says otherwise; there is no password.
+    The server listens only on 127.0.0.1 unless --host is given. It does not ask for a password.
     """
 
     host: str = text("Address or name to listen on; default: only this machine.", default="127.0.0.1")
@@ -71,11 +71,12 @@ class ServeSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplaySettings(CommandSettings):
-    """Repeats one step of a run from the checkpoint before it, and shows its inputs and results.
+    """Repeats one step of a run from the checkpoint before it, and shows the step's inputs and results.
 
     python scripts/replay.py digits --step 100      # writes logs/runs/digits/replay-100: batch.png, step.json
 
-    Exit code: 0 same bytes as the run, or the run has no hashes (--log-hashes), 1 they differ, 2 a mistake.
+    Exit code: 0 if the bytes equal the run's or the run has no hashes (--log-hashes), 1 if the bytes differ, 2 for a
+    mistake in the arguments.
     """
 
     run: str = word("RUN", "A run's name or folder; nothing in it changes.")
@@ -89,13 +90,13 @@ class ReplaySettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BisectSettings(CommandSettings):
-    """Finds the first step at which two runs that should be equal differ, and what else differs.
+    """Finds the first step at which two runs that should be equal differ, and lists other differences.
 
     bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --run-name a --log-hashes 10
     bash scripts/launch_distributed.sh mobilenet ddp 1 16 2 --run-name b --log-hashes 10 --gradient-accumulation-steps 2
     python scripts/bisect_runs.py a b
 
-    Exit code: 0 equal wherever both have hashes, 1 they differ, 2 a mistake.
+    Exit code: 0 if the runs are equal wherever both have hashes, 1 if they differ, 2 for a mistake in the arguments.
     """
 
     first: str = word("RUN", "A run's name or folder.")
@@ -109,7 +110,7 @@ class BisectSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepSettings(CommandSettings):
-    """Trains with several values of flags and compares: a grid or random draws; all trials, or only the better ones.
+    """Trains with several values of flags, from a grid or at random, and compares them; can stop weak trials early.
 
     python scripts/sweep.py rates --vary learning-rate=0.001,0.003,0.01 --vary seed=0,1 -- mobilenet ddp 2 16 12
     python scripts/sweep.py wide --vary learning-rate=0.0003..0.03:log --vary weight-decay=0..0.2 --trials 9 \\

@@ -157,7 +157,7 @@ class RunningSweep:
         return sorted(there, key=lambda trial: merit(self.best_by, _progress(trial.folder, until)[1]), reverse=True)
 
     def _better(self, there: list[SweepTrial], going: list[SweepTrial]) -> list[SweepTrial]:
-        """Return the trials that continue after a rung: the best of `there`, one in `halving` of all in `going`."""
+        """Return the trials that continue after a rung: the best of `there`, as many as one in `halving` of `going`."""
         return there[: math.ceil(len(going) / self.sweep.halving)]
 
     def rungs_reached(self) -> dict[int, int]:
@@ -185,7 +185,7 @@ class RunningSweep:
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
 
     def stop(self) -> None:
-        """Tell running trials to save and exit, and start no others; signal handlers call this, so it never blocks."""
+        """Tell running trials to save and exit, and start no more; never blocks, because signal handlers call this."""
         self._is_stopped = True
 
     def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[Place | None]) -> SweepTrial:

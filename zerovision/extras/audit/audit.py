@@ -52,7 +52,7 @@ from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabi
 from zerovision.training.tasks.contrast.comparison import MOST_COMPARED, votes
 
 SMALL_CLASS = 10  # training images
-LEAST_ACCURACY = 0.8  # that a classifier needs for its doubts to be reported
+LEAST_ACCURACY = 0.8  # minimum accuracy of a classifier whose doubts are reported
 QUERIES_AT_ONCE = 256
 
 
@@ -63,7 +63,7 @@ def run(settings: AuditSettings) -> int:
 
 
 def audit(settings: AuditSettings) -> dict[str, Any]:
-    """Audit a data set, write the files, print a summary, and return the content of audit.json without the findings.
+    """Audit a data set, write the files, print a summary, and return the contents of audit.json without the findings.
 
     Raises:
         UserError: for a mistake in the arguments, data that cannot be loaded, or files that cannot be written.
@@ -123,8 +123,8 @@ def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]
 def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.ndarray) -> float | None:
     """Return the share of non-training images that are in the majority class of their nearest training images.
 
-    Return None without training images or without other images. If there are many training images, only some are
-    compared. For the majority, see `votes`.
+    Return None if there are no training images or no other images. If there are many training images, only some of
+    them are compared. `votes` defines the majority.
 
     Args:
         features: float32 [N, F].

@@ -62,7 +62,7 @@ class Catalogue:
         )
 
     def other_columns(self) -> dict[str, list[float | str]]:
-        """Return the table's other columns by name: the images' weights, or nothing if images have no weights."""
+        """Return the table's other columns by name: the images' weights, or no columns if images have no weights."""
         columns: dict[str, list[float | str]] = {}
         sources = [set_.source for set_ in self._sets.values() if isinstance(set_.source, FileSource)]
         weights = [torch.ones(len(one.labels)) if one.loss_weights is None else one.loss_weights for one in sources]
@@ -146,7 +146,7 @@ def _groups(set_: ImageDataset) -> list[str]:
 
 
 def _whole(set_: ImageDataset) -> Preprocessing:
-    """Return the preprocessing of whole images, neither cropped nor normalized."""
+    """Return preprocessing that uses whole images and does not normalize them."""
     zeros, ones = ((value,) * set_.source.channels for value in (0.0, 1.0))
     return Preprocessing(SIDE, None, mean=zeros, std=ones, values=set_.preprocessing.values)
 
@@ -154,7 +154,7 @@ def _whole(set_: ImageDataset) -> Preprocessing:
 def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogue) -> np.ndarray:
     """Return the classifier's input for each image, float32 [N, F]; zeros for unreadable images.
 
-    For a network that does not have exactly one classifier, such as an ensemble, return its output.
+    For a network that does not have exactly one classifier, such as an ensemble, return the network's output.
 
     Args:
         network: network returned by `zerovision.training.checkpoint.weights.load_model`.

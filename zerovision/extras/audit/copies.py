@@ -1,9 +1,9 @@
 """Finds images that are copies of one another: re-encoded, resized, brightened, mirrored or cropped.
 
 Every image is described by the lowest frequencies of its cosine transform, as in a perceptual hash (Zauner 2010,
-http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but by the numbers instead of their signs. Candidates are
-found by the descriptions of an image's windows and of its mirror image. The pictures are then aligned, and the
-remaining difference is compared with the usual difference between similar images.
+http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but by the values rather than their signs. Candidates are
+found by comparing the descriptions of an image's windows and of its mirror image. The pictures are then aligned, and
+the remaining difference is compared with the usual difference between similar images.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-SIDE = 32  # of the pictures that are compared, in pixels
+SIDE = 32  # side of the pictures that are compared, in pixels
 FREQUENCIES = 6  # in each direction; one of them is the mean, which brightness changes
 SCALES, PLACES = (0.87, 0.74), (0.0, 0.5, 1.0)  # of the windows, in each direction
 SMALLEST_WINDOW = 0.6
-NEAREST = 4  # images to find for each window
+NEAREST = 4  # number of images to find for each window
 MOST_CANDIDATES = 8  # for an image, and as many for its mirror image
 TYPICAL_RANK = 8  # an image's typical difference is its difference from its 8th nearest image
-FLAT_LEVELS = 2.0  # standard deviation below which an image shows nothing
+FLAT_LEVELS = 2.0  # standard deviation below which an image is considered blank
 CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of the typical difference
-DETAIL_SIDE = 5  # of the squares whose means are subtracted, which leaves lines and texture
+DETAIL_SIDE = 5  # side of the squares whose means are subtracted, which leaves lines and texture
 DETAIL_SHARE = 0.40  # of the cube of the typical difference of details: stricter if all images are alike
 LEAST_LIMIT = 0.001
-REPORTED = 0.7  # confidence; most pairs below it show different things of one kind, such as two shirts on one table
+REPORTED = 0.7  # confidence; most pairs below it show different objects of one kind, such as two shirts on one table
 ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
-CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # above two cells, an image is compared with those in a few cells
+CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # with more than two cells, an image is compared only with a few cells
 
 
 class Copy(NamedTuple):
@@ -59,7 +59,7 @@ class Copy(NamedTuple):
 def find_copies(pictures: np.ndarray) -> list[Copy]:
     """Return the pairs of images that show the same scene with a confidence of `REPORTED` or more.
 
-    Flat images, which show nothing, are skipped.
+    Blank images are skipped.
 
     Args:
         pictures: uint8 [N, SIDE, SIDE], the whole images in gray.
@@ -220,7 +220,7 @@ def _whole(images: torch.Tensor, pairs: _Pairs, places: torch.Tensor) -> torch.T
 
 
 def _windows(whole: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
-    """Return the content of the boxes (see `_fit`) in pictures [P, SIDE, SIDE], resized to that shape."""
+    """Return the contents of the boxes (see `_fit`) in pictures [P, SIDE, SIDE], resized to that shape."""
     theta = torch.zeros(len(boxes), 2, 3)
     first, last = boxes[:, :2], boxes[:, 2:]
     theta[:, [0, 1], [0, 1]], theta[:, :, 2] = (last - first) / 2, (last + first) / 2

@@ -25,7 +25,7 @@ KINDS = {
     "unreadable": "Images that cannot be read",
 }
 DROP, RELABEL, MOVE, GROUP = "drop", "relabel", "move", "group"
-APPLIED = 0.9  # confidence from which two images are the same; below, they may be two shots of one scene
+APPLIED = 0.9  # confidence from which two images are the same; below it, they may be two shots of one scene
 
 
 class Finding(NamedTuple):
@@ -63,7 +63,7 @@ class Fix(NamedTuple):
 
 
 def equal_files(digests: np.ndarray) -> list[Copy]:
-    """Return each file that equals an earlier file byte for byte, paired with the first file equal to it.
+    """Return each file that equals an earlier file byte for byte, paired with the first identical file.
 
     Args:
         digests: see `first_of_equal`.
@@ -95,7 +95,7 @@ def copy_findings(catalogue: Catalogue, copies: Sequence[Copy]) -> list[Finding]
 
 
 def groups_of(copies: Iterable[Copy]) -> list[list[int]]:
-    """Return the groups of images that are copies of one another, directly or through others, each in order."""
+    """Return the groups of images that are copies of one another, directly or through other images, each in order."""
     pairs = np.array([copy[:2] for copy in copies], dtype=np.int64).reshape(-1, 2)
     numbers, places = np.unique(pairs, return_inverse=True)
     edges = coo_array((np.ones(len(pairs)), places.reshape(-1, 2).T), shape=(len(numbers), len(numbers)))
@@ -114,7 +114,7 @@ def _surest(copies: Iterable[Copy]) -> dict[int, float]:
 
 
 def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[int]) -> list[tuple[int, Fix]]:
-    """Return fixes, by image number, that group the images of each scene, so that no division separates them.
+    """Return fixes, by image number, that group the images of each scene, so that they are never divided among parts.
 
     Test images are not grouped, because the test part does not change. Scenes whose images already have different
     groups are not grouped either.

@@ -15,12 +15,12 @@ from sklearn.preprocessing import StandardScaler
 
 FOLDS, NEIGHBOURS, MOST_FEATURES = 5, 10, 96
 ITERATIONS = 30  # to estimate how labels are confused
-UNSURE = 0.005  # least probability for a classifier to be wrong
+UNSURE = 0.005  # minimum probability that a classifier is wrong
 TEMPERATURES = (1.0, 0.8, 0.6)  # the mean of two classifiers trained on partly wrong labels is underconfident
 POWERS, LEAST = (0.85, 0.5), 1e-9  # see `with_history`
-CLEAN_PRIOR = 5.0  # number of right labels per class assumed in advance
-SUSPECTED = 0.5  # probability from which a label is suspected
-OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # times the distance of 99 % of images from their 5th nearest image
+CLEAN_PRIOR = 5.0  # number of correct labels per class assumed in advance
+SUSPECTED = 0.5  # probability of being wrong from which a label is suspected
+OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # times the distance within which 99 % of images have their 5th nearest image
 
 
 class LabelDoubts(NamedTuple):
@@ -71,7 +71,7 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
 
 
 def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the mean prediction of two classifiers that were not trained on the image, float64 [N, K].
+    """Return, for each image, the mean prediction of two classifiers that were not trained on it, float64 [N, K].
 
     The classifiers are logistic regression and nearest neighbors, each trained on four fifths of the images.
 
@@ -152,7 +152,7 @@ def _true_classes(
 
 
 def outliers(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of images far from all others, and their distance in multiples of the limit, farthest first.
+    """Return the positions of images far from all others, and each distance in multiples of the limit, farthest first.
 
     Args:
         features: float32 [N, F].

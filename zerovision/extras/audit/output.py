@@ -46,7 +46,7 @@ def write_audit(
         catalogue: the images.
 
     Raises:
-        UserError: if the folder contains something else, or cannot be written.
+        UserError: if the folder contains anything but an audit, or cannot be written to.
     """
     check_output(folder)
     listed = [
@@ -100,7 +100,7 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     """Return the fixes in a file, which may have been edited since it was written.
 
     Raises:
-        UserError: if the file cannot be read, or has a line that does not fit the data or the format of `write_audit`.
+        UserError: if the file cannot be read, or if a line does not match the data or the format of `write_audit`.
     """
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
     if len(numbers) < len(catalogue):
