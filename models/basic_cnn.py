@@ -1,4 +1,4 @@
-"""A small plain CNN: three blocks of two 3x3 convolutions, global average pooling, dropout, one linear layer."""
+"""A small plain CNN: three blocks of two 3x3 convolutions, global average pooling, dropout, and one linear layer."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Region:
         first: parameters, or modules with all their parameters, whose outputs are divided; maps their names to the
             number of blocks of outputs to divide separately, which is 3 if queries, keys and values are one matrix.
         last: name of the module whose inputs are divided.
-        heads: name of the attribute with the number of heads, none of which is divided; '' if features can be divided
+        heads: name of the attribute with the number of heads, each of which stays whole; '' if features can be divided
             anywhere.
         counts: names of other attributes to set to a rank's share.
         dropout: name of a dropout module between `first` and `last`.

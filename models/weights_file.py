@@ -240,7 +240,7 @@ RAW = ("state_dict", "model", "model_state_dict", "module", "net")
 
 
 def find_state_dict(content: object) -> tuple[StateDict, list[str]] | None:
-    """Return the tensors by name in a file's content, and a note if they are an average; None if there are no tensors.
+    """Return the tensors by name in a file's contents, and a note if they are an average; None if there are no tensors.
 
     Args:
         content: the result of `torch.load`.

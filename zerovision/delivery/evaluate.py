@@ -195,7 +195,7 @@ def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
     """Return the exact scores, counting each image once and scoring training images separately; a collective operation.
 
     Args:
-        evaluation: what to evaluate.
+        evaluation: model, data and settings of the evaluation.
         verbose: whether to show a progress bar on a terminal.
 
     Raises:

@@ -61,7 +61,7 @@ class Prediction:
     """The most probable classes of one image.
 
     Attributes:
-        image: the path as given.
+        image: path of the image, as given.
         labels: names of the most probable classes, the most probable first; empty if the image cannot be read.
         probabilities: probabilities of `labels`, in 0..1; calibrated if the model is calibrated.
         note: a remark about the image, on one line; usually empty.

@@ -181,7 +181,7 @@ class ReportSettings(CommandSettings):
     """Writes the report of a run, or of several runs side by side: a single HTML file that works offline.
 
     python scripts/report.py digits                                # writes logs/runs/digits/report.html
-    python scripts/report.py digits --watch                        # rewrites the report whenever the run logs
+    python scripts/report.py digits --watch                        # rewrites it whenever the run logs, until it ends
     python scripts/report.py digits digits-again --output both.html
 
     RUN is a run's name in logs/runs, or its folder.
@@ -199,7 +199,7 @@ class ReportSettings(CommandSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishSettings(ModelSettings):
-    """Uploads a finished run's model to the Hugging Face hub: weights, model card, class names, config.json.
+    """Uploads a finished run's model to the Hugging Face hub: weights, model card, class names and timm's config.json.
 
     python scripts/publish.py digits my-team/digits --dry-run   # lists what would be uploaded; needs no network
     python scripts/publish.py digits my-team/digits             # private unless --public is given

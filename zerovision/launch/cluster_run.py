@@ -24,7 +24,7 @@ from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABL
 from zerovision.training.base.units import cpu_ranks, plural
 
 LOOK_SECONDS = 0.1
-LEAVE_SECONDS = 30.0  # time for the other nodes to exit once one node has ended the way all should
+LEAVE_SECONDS = 30.0  # time for the other nodes to exit once one node has ended the way all nodes should
 RETURN_SECONDS = 30.0  # between two attempts to reach a host that the current start runs without
 
 
@@ -56,9 +56,9 @@ class ClusterRun:
         """Prepare a start.
 
         Args:
-            plan: what to start.
-            nodes: the agents.
-            received: the list to which the signal handlers append.
+            plan: the plan of the launch.
+            nodes: the agents of the launch.
+            received: list to which the signal handlers append received signals.
             hosts: what the launch remembers about its hosts.
         """
         self._plan, self._nodes, self._received, self._hosts = plan, nodes, received, hosts
@@ -126,7 +126,7 @@ class ClusterRun:
         elif self._sent and signal.SIGINT in self._received:
             self._deadline = now
         if self._note_losses():
-            self._deadline = min(self._deadline, now)  # the other nodes cannot continue without the lost one
+            self._deadline = min(self._deadline, now)  # the other nodes cannot continue without the lost node
         self._deadline = min(self._deadline, now + self._seconds_left())
         if now > self._deadline:
             for node in filter(Node.is_working, self._taking_part):
@@ -231,7 +231,7 @@ def _node_ending(ended: Message) -> Ending:
 
 
 def _print_rendezvous(plan: Plan, rendezvous: Rendezvous, restart: int) -> None:
-    """Print the nodes, their interfaces and their meeting point; on a single machine, print only that it has no GPU."""
+    """Print the nodes, their interfaces and where they meet; on a single machine, print only that it has no GPU."""
     if plan.is_local:
         if not rendezvous.has_gpus and restart == 0:
             limit = f" ({note})" if (note := quota_note()) else ""

@@ -62,14 +62,14 @@ class DoctorSettings(CommandSettings):
     """Finds problems before a run starts.
 
     python scripts/doctor.py                                            # this machine
-    python scripts/doctor.py --data ~/photos                            # and whether this data set loads
-    python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # its machines, and the network between them
+    python scripts/doctor.py --data ~/photos                            # this machine, and whether the data set loads
+    python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # the hostfile's machines and their network
     python scripts/doctor.py --hosts node01,node02 --json
     python scripts/doctor.py --check-data ~/photos                      # every image of a data set
     python scripts/doctor.py --check-data list.csv --task multilabel --label-column tags
 
     The trainer's flags, such as --task and --label-column, also work here. Inside a Slurm job the doctor examines the
-    job's machines. Exit code: 0 no problem, 1 a problem, 2 a mistake in the arguments.
+    job's machines. Exit code: 0 if there is no problem, 1 if there is one, 2 for a mistake in the arguments.
     """
 
     check_data: str | None = text(

@@ -87,9 +87,9 @@ def train(plan: Plan, nodes: Nodes, received: list[int]) -> Started:
     ranks. If this process is killed, the agents lose the connection and let the ranks save and stop.
 
     Args:
-        plan: what to start.
-        nodes: the agents.
-        received: the list to which the signal handlers append.
+        plan: the plan of the launch.
+        nodes: the agents of the launch.
+        received: list to which the signal handlers append received signals.
     """
     hosts = Hosts()
     with contextlib.closing(nodes):

@@ -84,7 +84,7 @@ class NodeRun:
             launch: the launch's processes on this machine.
             launcher: the process that starts the ranks; it keeps running for the next start.
             folder: folder of the ranks' heartbeats.
-            received: the list to which the signal handlers append.
+            received: list to which the signal handlers append received signals.
             stop_timeout_s: number of seconds that the ranks have to save and exit after a signal.
         """
         self.monitor = RankMonitor(launcher, folder)

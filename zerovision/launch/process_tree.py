@@ -40,7 +40,7 @@ POLL_SECONDS = 0.1
 LONGEST_BUILD_SECONDS = 3600.0
 KILL_SECONDS = 30.0  # do not wait any longer for a process that the kernel does not end
 PREFIX = "zerovision-"
-OWNER = "owner"  # file with the launch's mark, locked by the process that made the folder
+OWNER = "owner"  # file with the launch's mark, locked by the process that created the folder
 
 
 class Launch:
@@ -173,10 +173,10 @@ class HeartbeatFolder:
 
 @contextlib.contextmanager
 def launch_folder(launch: Launch) -> Iterator[HeartbeatFolder]:
-    """Make the temporary folder of a launch, and remove it at the end.
+    """Create the temporary folder of a launch, and remove it at the end.
 
     Raises:
-        UserError: if no folder can be made.
+        UserError: if no folder can be created.
     """
     try:
         folder = make_temporary_folder(launch.mark)
@@ -189,10 +189,10 @@ def launch_folder(launch: Launch) -> Iterator[HeartbeatFolder]:
 
 
 def make_temporary_folder(mark: str) -> HeartbeatFolder:
-    """Make the folder of the launch with this mark, and remove the folders of launches that are gone.
+    """Create the folder of the launch with this mark, and remove the folders of launches that are gone.
 
     Raises:
-        OSError, UserError: if the folder cannot be made.
+        OSError, UserError: if the folder cannot be created.
     """
     place = socket_place(f"/{PREFIX}12345678")
     if not is_as_asked(place):

@@ -67,7 +67,7 @@ class Candidate:
     node: Node | None = None  # its agent, once the agent has been told to prepare
     failed: str = ""  # why the host cannot be used now; '' if it is ready or merely slow
     unfit: str = ""  # why the host was last left out although it answered; its disk may be mounted later
-    is_left_out: bool = False  # whether to leave it out until its agent has prepared again
+    is_left_out: bool = False  # whether to leave the host out until its agent has prepared again
     retry_at: float = math.inf
 
     @property
@@ -217,8 +217,8 @@ def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) ->
 def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
     """Return why machines cannot train together, by machine, and what to do about it.
 
-    By the time of a restart, the code on the launching machine may have changed, so it is left out of the comparison;
-    that machine's software at the time of the launch still breaks a tie between the nodes.
+    By the time of a restart, the code on the launching machine may have changed, so that machine is not compared; its
+    software at the time of the launch still breaks a tie between the nodes.
     """
     answers = {host: nodes.found[host].messages["ready"] for host in ready}
     if wrong := {host: answer["error"] for host, answer in answers.items() if "error" in answer}:

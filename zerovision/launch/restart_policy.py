@@ -110,7 +110,7 @@ def start_until_done(
         start: function that runs the job once, given the number of restarts so far and the flags that resume its run.
         restarts: decides how many restarts are allowed.
         adaptation: decides how to continue if memory runs out.
-        received: the list to which the signal handlers append.
+        received: list to which the signal handlers append received signals.
     """
     run_name, newest = "", -1
     while True:

@@ -229,7 +229,7 @@ def plan(flags: PlanFlags) -> int:
 
 
 def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> float:
-    """Train for `STEPS` steps on a micro-batch of random images, in one process on this machine's first GPU or CPU.
+    """Train for `STEPS` steps on a micro-batch of random images, in one process, on the first GPU or the CPU.
 
     Args:
         config: settings that contain the model, micro-batch, image channels, optimizer, and a resolved precision; the

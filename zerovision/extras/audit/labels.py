@@ -94,7 +94,7 @@ def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.
 
 
 def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    """Return predictions, float64 [N, K], that combine both arguments: the product of their `POWERS` if both are known.
+    """Return predictions, float64 [N, K]: the product of both arguments, raised to `POWERS`, where both are known.
 
     A network learns wrong labels later than right ones (Pleiss et al. 2020, https://arxiv.org/abs/2001.10528), and its
     mistakes differ from those of classifiers that were not trained on the image. Powers of 1 would assume independent
