@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.chaos.damage import newest_checkpoint
 from tests.stored_tensors import whole_tensors
-from zerovision.training.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from zerovision.training.checkpoint.manifest import UnusableCheckpoint, read_manifest
 from zerovision.training.checkpoint.shards import BUFFER, CheckpointReader
 
 WEIGHTS = "model.safetensors"
@@ -47,7 +47,7 @@ def _checkpoint_differences(run: Path, oracle: Path) -> list[str]:
         return [f"last checkpoint: {ours.name if ours else 'none'}, expected {theirs.name}"]
     try:
         content = _content(ours)
-    except DamagedCheckpoint as error:
+    except UnusableCheckpoint as error:
         return [f"last checkpoint: {error}"]
     return [f"{ours.name}: {line}" for line in _differences(content, _content(theirs))]
 

@@ -9,7 +9,7 @@ import pytest
 from small_checkpoints import forge_manifest, holds_weights_of, newest, write_checkpoint
 
 from zerovision.training.base.progress import Progress
-from zerovision.training.checkpoint.manifest import FORMAT, MANIFEST_FILE, DamagedCheckpoint, read_manifest, shard_name
+from zerovision.training.checkpoint.manifest import FORMAT, MANIFEST_FILE, UnusableCheckpoint, read_manifest, shard_name
 from zerovision.training.checkpoint.shards import verify_shard
 from zerovision.training.checkpoint.store import checkpoint_name
 
@@ -83,7 +83,7 @@ def test_no_flipped_bit_of_a_shard_passes(tmp_path):
         shard = path / shard_name(rank)
         position = chance.randrange(facts[rank].bytes)
         flip(shard, position)
-        with pytest.raises(DamagedCheckpoint, match=shard.name):
+        with pytest.raises(UnusableCheckpoint, match=shard.name):
             verify_shard(shard, facts[rank])
         flip(shard, position)
     for rank in range(2):
@@ -99,7 +99,7 @@ def test_no_flipped_bit_of_a_manifest_changes_what_is_read(tmp_path):
         flip(path / MANIFEST_FILE, position)
         try:
             read = read_manifest(path)
-        except DamagedCheckpoint as error:
+        except UnusableCheckpoint as error:
             read = None
             messages.append(str(error))
         assert read in (None, given)  # a blank may have become another blank

@@ -25,7 +25,7 @@ from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig, part
 from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args, training_parser
 from zerovision.training.config.file import read_config_file
-from zerovision.training.config.saved import resumed
+from zerovision.training.config.saved import with_saved_settings
 from zerovision.training.config.values import (
     allowed_names,
     changed_flags,
@@ -449,7 +449,7 @@ def test_a_run_of_compiled_code_goes_on_with_recomputed_activations(going_on):
 def test_from_python_what_is_left_open_is_as_the_run_has_it(going_on, tmp_path):
     going_on(**RECIPE, islands=2)
     place = {"log_dir": str(tmp_path), "run_name": "first", "resume": "auto"}
-    config = resumed(TrainConfig(**place, batch_size="auto"), is_restart=False)
+    config = with_saved_settings(TrainConfig(**place, batch_size="auto"), is_restart=False)
     assert (config.threads_per_rank, config.islands, config.compile, config.batch_size) == (3, 2, "off", "auto")
     assert (config.seed, config.epochs, config.learning_rate) == (0, TrainConfig().epochs, TrainConfig().learning_rate)
 
@@ -458,12 +458,12 @@ def test_from_python_what_is_left_open_is_as_the_run_has_it(going_on, tmp_path):
 def test_a_restart_keeps_what_the_run_has_found_whatever_it_was_resumed_from(going_on, tmp_path, resume):
     going_on(**RECIPE)
     place = {"log_dir": str(tmp_path), "run_name": "first", "resume": resume, "minutes": 3.0}
-    config = resumed(TrainConfig(**place), is_restart=True)
+    config = with_saved_settings(TrainConfig(**place), is_restart=True)
     assert (config.threads_per_rank, config.compile, config.epochs, config.minutes) == (3, "off", 7, 0.0)
     assert config.resume == resume
     (tmp_path / "runs/first/checkpoints/last").rmdir()
     given = TrainConfig(**place | {"resume": "never"})
-    assert resumed(given, is_restart=True) == given
+    assert with_saved_settings(given, is_restart=True) == given
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"seed": "x", "epochs": -1, "unknown": 1}'])

@@ -75,7 +75,7 @@ def before_decay(
 DATA_SET, NORMALIZATION = "data set", "normalization"  # keys in `Manifest.identity`
 
 
-def resolve(run: Run) -> Run:
+def choose_checkpoint(run: Run) -> Run:
     """Find the checkpoint to resume from, and apply the settings that a run keeps: preprocessing, batch and threads.
 
     This is a collective.

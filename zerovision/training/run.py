@@ -31,7 +31,7 @@ from zerovision.training.cached_features import cache_features
 from zerovision.training.checkpoint.restore import restore
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
-from zerovision.training.config.saved import resumed
+from zerovision.training.config.saved import with_saved_settings
 from zerovision.training.engines.build import form_ranks
 from zerovision.training.epoch import train_and_evaluate
 from zerovision.training.final_test import judge_test
@@ -142,7 +142,7 @@ def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run
         UserError: on all ranks, for a mistake that any rank found.
     """
     start = start or Start()
-    config = resumed(config, is_restart=start.origin.restarts > 0)
+    config = with_saved_settings(config, is_restart=start.origin.restarts > 0)
     world = form_ranks(config, world)
     prepared = prepare(config, world, start)
     with removed_if_refused(prepared.folder):
@@ -156,7 +156,7 @@ def train(context: Run, deliver: Deliver | None = None) -> int:
         RunEnded: on all ranks, if the run cannot continue.
     """
     config, world, state, start = context.config, context.world, context.state, context.start
-    _resume(context)
+    _restore_state(context)
     context = dataclasses.replace(context, clock=start_clock(world.device))
     context, saver = watched(context, saved_identity(context))
     with removed_if_refused(context.folder):
@@ -195,7 +195,7 @@ def train(context: Run, deliver: Deliver | None = None) -> int:
     return 128 + stop_signal if stop_signal else DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
 
 
-def _resume(context: Run) -> None:
+def _restore_state(context: Run) -> None:
     """Restore the state from the checkpoint that was found, unless this is a fresh start; a collective."""
     start, loggers = context.start, context.loggers
     found = start.found

@@ -36,7 +36,7 @@ from zerovision.training.observe.new_run import create_run_folder, removed_if_re
 from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.schedule import build_schedule, head_epochs_of
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer
-from zerovision.training.resume import check_fit, identity_of, resolve
+from zerovision.training.resume import check_fit, choose_checkpoint, identity_of
 from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.steps.audit import check_audit
 from zerovision.training.steps.carrier import Readers, Run, RunModel, Start
@@ -215,7 +215,7 @@ def prepare(config: TrainConfig, world: World, start: Start) -> Run:
     data = agreed(lambda: load_data(data_options(config)), world)
     run = Run(config=config, world=world, start=start, folder=create_folder(config, start, world), data=data)
     with removed_if_refused(run.folder):
-        run = resolve(run)
+        run = choose_checkpoint(run)
     if run.config.threads_per_rank:
         torch.set_num_threads(run.config.threads_per_rank)
     notes = (*note_unused_flags(run.config), *run.start.notes)

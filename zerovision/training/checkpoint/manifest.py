@@ -27,7 +27,7 @@ MOST_SHARDS = 100_000
 LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
 
 
-class DamagedCheckpoint(Exception):
+class UnusableCheckpoint(Exception):
     """Raised for a checkpoint that cannot be used; the message is the reason, in one line."""
 
 
@@ -89,39 +89,39 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a manifest, without the shards.
 
     Raises:
-        DamagedCheckpoint: if the manifest is missing, damaged or in a different format.
+        UnusableCheckpoint: if the manifest is missing, damaged or in a different format.
     """
     path = folder / MANIFEST_FILE
     try:
         if file_size(path) > LARGEST_MANIFEST:
-            raise DamagedCheckpoint(f"{MANIFEST_FILE} is larger than {LARGEST_MANIFEST >> 20} MiB")
+            raise UnusableCheckpoint(f"{MANIFEST_FILE} is larger than {LARGEST_MANIFEST >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
         is_ours = isinstance(content, dict) and content.get("format") == FORMAT
         is_unchanged = is_ours and content.pop("sha256", None) == _digest(content)
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}") from None
+        raise UnusableCheckpoint(f"it has no {MANIFEST_FILE}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read: {one_line(error)}") from None
+        raise UnusableCheckpoint(f"{MANIFEST_FILE} cannot be read: {one_line(error)}") from None
     if not is_ours:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} does not have format '{FORMAT}'")
+        raise UnusableCheckpoint(f"{MANIFEST_FILE} does not have format '{FORMAT}'")
     if not is_unchanged:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not match")
+        raise UnusableCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not match")
     try:
         return _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} has a missing or wrong value: {one_line(error)}") from None
+        raise UnusableCheckpoint(f"{MANIFEST_FILE} has a missing or wrong value: {one_line(error)}") from None
 
 
 def file_size(path: Path) -> int:
     """Return the size of a regular file in bytes; reading a named pipe would block forever.
 
     Raises:
-        DamagedCheckpoint: if the path is not a regular file.
+        UnusableCheckpoint: if the path is not a regular file.
         OSError: if the file is missing.
     """
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
-        raise DamagedCheckpoint(f"{path.name} is not a regular file")
+        raise UnusableCheckpoint(f"{path.name} is not a regular file")
     return facts.st_size
 
 

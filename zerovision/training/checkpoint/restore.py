@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.files import replacing, sync_to_disk
 from zerovision.training.base.progress import Progress
-from zerovision.training.checkpoint.manifest import FROZEN, DamagedCheckpoint, Manifest, ShardFacts
+from zerovision.training.checkpoint.manifest import FROZEN, Manifest, ShardFacts, UnusableCheckpoint
 from zerovision.training.checkpoint.shards import CheckpointReader, write_frozen
 from zerovision.training.checkpoint.store import FoundCheckpoint
 from zerovision.training.engines.engine import Engine
@@ -61,11 +61,11 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
         epoch_sums = reader.epoch_sums(world.data.rank, world.data.size)
         _check_content(own, manifest, reader, buffers)
         if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
-            raise DamagedCheckpoint("its frozen parameters are not those of this model")
+            raise UnusableCheckpoint("its frozen parameters are not those of this model")
         _check_sums(epoch_sums, sums)
         engine.load_state(reader.tensors, buffers, manifest.applied_steps)
         sums.restore(epoch_sums)
-    except (DamagedCheckpoint, SafetensorError, RuntimeError, LookupError) as error:
+    except (UnusableCheckpoint, SafetensorError, RuntimeError, LookupError) as error:
         raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
     if engine.loss_scale is not None and manifest.loss_scale:
         engine.loss_scale.restore(manifest.loss_scale)
@@ -79,24 +79,24 @@ def _check_content(
     ours, theirs = of_first_group(own.shapes), of_first_group(manifest.parameters)
     if ours != theirs:
         other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
+        raise UnusableCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
     kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in own.buffers.items()}
     if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
-        raise DamagedCheckpoint("its buffers differ from this model's")
+        raise UnusableCheckpoint("its buffers differ from this model's")
     moments, stored = sorted(own.moment_kinds), sorted(reader.moment_kinds)
     if stored != moments:
         names = one_line(", ".join(stored) or "none")
-        raise DamagedCheckpoint(f"its moments are {names}, but the optimizer has {', '.join(moments) or 'none'}")
+        raise UnusableCheckpoint(f"its moments are {names}, but the optimizer has {', '.join(moments) or 'none'}")
 
 
 def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
     """Raise an error for impossible sums, which would make every later average wrong or NaN."""
     own = sums.state()
     if (found.shape, found.dtype) != (own.shape, own.dtype):
-        raise DamagedCheckpoint("its epoch sums have another shape or dtype")
+        raise UnusableCheckpoint("its epoch sums have another shape or dtype")
     loss, top1, top5, samples = found.tolist()
     if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # NaN is outside every range
-        raise DamagedCheckpoint("its epoch sums cannot be those of losses and images")
+        raise UnusableCheckpoint("its epoch sums cannot be those of losses and images")
 
 
 @dataclass(frozen=True)

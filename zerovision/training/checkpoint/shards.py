@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from zerovision.training.base.errors import one_line
 from zerovision.training.base.files import replacing_by_library, sha256_of
-from zerovision.training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_names, file_size
+from zerovision.training.checkpoint.manifest import Manifest, ShardFacts, UnusableCheckpoint, file_names, file_size
 from zerovision.training.engines.parameter_shards import WEIGHTS, EngineState, TakeBox, index_of
 
 BUFFER, EPOCH_SUMS = "buffer", "epoch_sums"  # kinds besides the weights and the moments
@@ -181,18 +181,18 @@ def verify_shard(path: Path, facts: ShardFacts) -> None:
     """Compare a file with its entry in the manifest.
 
     Raises:
-        DamagedCheckpoint: if the file is missing, or has a different size or sha256.
+        UnusableCheckpoint: if the file is missing, or has a different size or sha256.
     """
     try:
         size = file_size(path)
         if size != facts.bytes:
-            raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {facts.bytes}")
+            raise UnusableCheckpoint(f"{path.name} has {size} bytes instead of {facts.bytes}")
         if sha256_of(path) != facts.sha256:
-            raise DamagedCheckpoint(f"{path.name} is damaged: its sha256 does not match")
+            raise UnusableCheckpoint(f"{path.name} is damaged: its sha256 does not match")
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path.name} is missing") from None
+        raise UnusableCheckpoint(f"{path.name} is missing") from None
     except OSError as error:
-        raise DamagedCheckpoint(f"{path.name} cannot be read: {one_line(error)}") from None
+        raise UnusableCheckpoint(f"{path.name} cannot be read: {one_line(error)}") from None
 
 
 class _Box(NamedTuple):
@@ -220,7 +220,7 @@ class CheckpointReader:
         frozen: names of the parameters without moments.
 
     Raises:
-        DamagedCheckpoint: if the files do not contain every element of every parameter exactly once.
+        UnusableCheckpoint: if the files do not contain every element of every parameter exactly once.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -242,7 +242,7 @@ class CheckpointReader:
             if self._ranks != manifest.data_ranks or len(versions) > 1 or any(n % self._ranks for n in versions):
                 raise ValueError("buffers or sums of a rank are missing")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
+            raise UnusableCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
         trained = {name for kind in self.moment_kinds for name in self._boxes[kind]}
         self.frozen = self.shapes.keys() - trained
 

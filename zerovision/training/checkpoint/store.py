@@ -16,8 +16,8 @@ from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import LAST
 from zerovision.training.checkpoint.manifest import (
     MANIFEST_FILE,
-    DamagedCheckpoint,
     Manifest,
+    UnusableCheckpoint,
     file_names,
     file_size,
     read_manifest,
@@ -130,7 +130,7 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
             manifest = read_manifest(path)
             for name, facts in [*file_names(manifest).items()][world.rank :: world.size]:
                 verify_shard(path / name, facts)
-        except DamagedCheckpoint as damage:
+        except UnusableCheckpoint as damage:
             error = str(damage)
         error = error_on_any_rank(error, world)
         if error is None and manifest is not None:
@@ -179,7 +179,7 @@ def _read_pointer(pointer: Path) -> tuple[str, str]:
             name = file.read(100).decode("ascii").strip()
     except FileNotFoundError:
         return "", "is missing"
-    except (OSError, UnicodeDecodeError, DamagedCheckpoint) as error:
+    except (OSError, UnicodeDecodeError, UnusableCheckpoint) as error:
         return "", f"cannot be read ({one_line(error)})"
     if not NAME_PATTERN.fullmatch(name):
         return "", f"names no checkpoint ({json.dumps(name)})"

@@ -52,7 +52,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     return saved | chosen
 
 
-def resumed(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
+def with_saved_settings(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
     """Return the configuration with unset values filled from the resumed run.
 
     Args:
