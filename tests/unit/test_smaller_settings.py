@@ -12,7 +12,7 @@ import torch
 from zerovision.launch import node_run
 from zerovision.launch.node_launcher import NodeLauncher
 from zerovision.launch.node_run import Ending
-from zerovision.launch.process_tree import HeartbeatFolder, Launch
+from zerovision.launch.process_tree import HeartbeatFolder, LaunchProcesses
 from zerovision.launch.rank_monitor import Death
 from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from zerovision.training.base.control_groups import oom_kills
@@ -175,7 +175,7 @@ KILLED = -signal.SIGKILL
 def test_any_process_that_the_kernel_kills_counts(kills, rank_code, launcher_code, code, monkeypatch, tmp_path):
     """Beside one that somebody kills."""
     monkeypatch.setattr(node_run, "oom_kills", lambda: kills)
-    run = node_run.NodeRun(Launch(), NodeLauncher(), HeartbeatFolder(tmp_path), [], 5.0)
+    run = node_run.NodeRun(LaunchProcesses(), NodeLauncher(), HeartbeatFolder(tmp_path), [], 5.0)
     run._oom_kills = 2
     if rank_code is not None:
         run._cause = Death(1, "node01, pid 7", rank_code, noted=False, seconds=0.0)

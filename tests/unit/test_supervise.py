@@ -27,7 +27,7 @@ from zerovision.launch.node_run import FINAL_CODES, NodeRun
 from zerovision.launch.process_tree import (
     MARK,
     HeartbeatFolder,
-    Launch,
+    LaunchProcesses,
     code_of_zombie,
     is_alive,
     remove_stale_build_locks,
@@ -238,7 +238,7 @@ def test_a_killed_node_launcher_stops_the_ranks_and_is_restarted(start, tmp_path
 
 def test_a_launcher_that_starts_no_rank_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(node_run, "NO_RANK_SECONDS", 0.5)
-    launch = Launch()
+    launch = LaunchProcesses()
     with contextlib.closing(NodeLauncher()) as launcher:
         run = NodeRun(launch, launcher, HeartbeatFolder(tmp_path), [], stop_timeout_s=1.0)
         ending = run.run(["sleep", "60"], environment(**{MARK: launch.mark}))

@@ -15,7 +15,7 @@ import signal
 import sys
 
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE, UserError
-from zerovision.training.base.heartbeat import LEAVE_SECONDS, HeartbeatWriter
+from zerovision.training.base.heartbeat import OUTPUT_SECONDS, HeartbeatWriter
 from zerovision.training.base.lasting_output import finish_output, outlast_readers
 from zerovision.training.base.run_folder import as_typed
 from zerovision.training.config.command_line import parse_args, run_script
@@ -60,7 +60,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     outlast_readers()
     exit_code = run_script("error", list, train)
-    finish_output(LEAVE_SECONDS)
+    finish_output(OUTPUT_SECONDS)
     # Not sys.exit: everything is closed and synced by now, and shutting down the interpreter while threads of gloo,
     # NCCL and other libraries run occasionally aborts after a successful run (about 1 in 50 here).
     os._exit(exit_code)

@@ -40,7 +40,7 @@ from zerovision.launch.node_run import NodeRun, receive_signals
 from zerovision.launch.nodes import BEAT_SECONDS, LOST_SECONDS, Channel, Message
 from zerovision.launch.process_tree import (
     HeartbeatFolder,
-    Launch,
+    LaunchProcesses,
     launch_environment,
     launch_folder,
     remove_stale_build_locks,
@@ -97,7 +97,7 @@ class Agent:
         self._received = receive_signals()
         self._last_message = time.monotonic()
         self._is_closed = False
-        self._launch = Launch()
+        self._launch = LaunchProcesses()
         self._launcher = NodeLauncher()
         self._folders = contextlib.ExitStack()
         self._folder: HeartbeatFolder | None = None

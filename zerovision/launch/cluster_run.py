@@ -24,7 +24,7 @@ from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABL
 from zerovision.training.base.units import cpu_ranks, plural
 
 LOOK_SECONDS = 0.1
-LEAVE_SECONDS = 30.0  # time for the other nodes to exit once one node has ended the way all nodes should
+OTHER_NODES_SECONDS = 30.0  # time for the other nodes to exit once one node has ended the way all nodes should
 RETURN_SECONDS = 30.0  # between two attempts to reach a host that the current start runs without
 
 
@@ -145,7 +145,7 @@ class ClusterRun:
         failing = any(node.messages.get("beat", {}).get("failing") for node in others if node.is_working())
         if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
             return DEAD_RANK_SECONDS + 1  # a second longer than a node waits after one of its own ranks has died
-        return LEAVE_SECONDS if endings else math.inf
+        return OTHER_NODES_SECONDS if endings else math.inf
 
     def _pass_on(self) -> None:
         self._sent = PASSED_ON[signal.Signals(self._received[0])]

@@ -23,7 +23,7 @@ LOCAL_RANKS = str(LAUNCH / "local_ranks.py")
 PRELOADED = ("zerovision.training.run", "zerovision.delivery.end_of_run")
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes, the maximum that mallopt(3) accepts
 POLL_SECONDS = 0.02
-LEAVE_SECONDS = 5.0
+LOCAL_RANKS_EXIT_SECONDS = 5.0
 
 
 def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
@@ -118,7 +118,7 @@ class NodeLauncher:
         if self._process and self._channel:
             self._channel.close()
             try:
-                self._process.wait(LEAVE_SECONDS)
+                self._process.wait(LOCAL_RANKS_EXIT_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -136,7 +136,7 @@ class NodeLauncher:
 
     def _is_asked(self, command: list[str], environment: dict[str, str]) -> bool:
         """Request another start once the process has reported the end of the last one; return whether it succeeded."""
-        deadline = time.monotonic() + LEAVE_SECONDS
+        deadline = time.monotonic() + LOCAL_RANKS_EXIT_SECONDS
         while self._process and self.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         if not self._process or not self._channel or self.returncode is None or self._process.poll() is not None:

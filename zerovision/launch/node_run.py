@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zerovision.launch.node_launcher import NodeLauncher
-from zerovision.launch.process_tree import POLL_SECONDS, HeartbeatFolder, Launch, shell_exit_code
+from zerovision.launch.process_tree import POLL_SECONDS, HeartbeatFolder, LaunchProcesses, shell_exit_code
 from zerovision.launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
 from zerovision.training.base.control_groups import oom_kills
 from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE
@@ -72,7 +72,7 @@ class NodeRun:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: LaunchProcesses,
         launcher: NodeLauncher,
         folder: HeartbeatFolder,
         received: list[int],

@@ -30,7 +30,7 @@ BEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # of silence, after which the other end is considered lost; unplugging a cable for 3 s is harmless
 LINES_KEPT = 10
 POLL_SECONDS = 0.05
-LEAVE_SECONDS = 1.0
+SHELL_EXIT_SECONDS = 1.0
 LAST_LINES_SECONDS = 1.0
 # A remote shell that fails with one of these may succeed later: the machine may be booting, or its network may be down.
 PASSING = (
@@ -258,7 +258,7 @@ class Nodes:
                 shell.process.stdin.close()
         # When an agent's connection is closed, the agent exits and so does its shell, unless the machine is gone.
         for number in (0, signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + LEAVE_SECONDS
+            deadline = time.monotonic() + SHELL_EXIT_SECONDS
             for shell in self._shells:
                 shell.end(number, deadline)
         with self._lock:

@@ -43,7 +43,7 @@ PREFIX = "zerovision-"
 OWNER = "owner"  # file with the launch's mark, locked by the process that created the folder
 
 
-class Launch:
+class LaunchProcesses:
     """All processes of one launch on this machine, across its restarts."""
 
     def __init__(self, mark: str = "") -> None:
@@ -172,7 +172,7 @@ class HeartbeatFolder:
 
 
 @contextlib.contextmanager
-def launch_folder(launch: Launch) -> Iterator[HeartbeatFolder]:
+def launch_folder(launch: LaunchProcesses) -> Iterator[HeartbeatFolder]:
     """Create the temporary folder of a launch, and remove it at the end.
 
     Raises:
@@ -217,11 +217,11 @@ def remove_abandoned(place: Path) -> None:
             with owner.open("rb+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 mark = file.read().decode(errors="replace")
-            if mark and not Launch(mark).processes():
+            if mark and not LaunchProcesses(mark).processes():
                 shutil.rmtree(owner.parent, ignore_errors=True)
 
 
-def launch_environment(launch: Launch, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
+def launch_environment(launch: LaunchProcesses, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a launch's processes: the given variables, the launch's mark and temporary folder."""
     environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
     own = {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path), "TMPDIR": str(folder.path)}

@@ -43,7 +43,7 @@ CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
 LONGEST_NAME = 80  # characters of a phase or a host name, so that a heartbeat fits into its record
 PR_SET_PDEATHSIG = 1
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
-LEAVE_SECONDS = 60.0  # how long a rank that has finished may wait for the reader of its output
+OUTPUT_SECONDS = 60.0  # how long a rank that has finished may wait for the reader of its output
 SLOW_IMPORT_S = 300.0  # for a thousand ranks that import torch from one network disk at the same time
 
 
@@ -126,7 +126,7 @@ class HeartbeatWriter:
 
     def ended(self, exit_code: int) -> None:
         """Write the last heartbeat, with the exit code of this rank."""
-        self._write(ENDED, -1, self._hang_timeout_s + LEAVE_SECONDS, exit_code)
+        self._write(ENDED, -1, self._hang_timeout_s + OUTPUT_SECONDS, exit_code)
 
     def run_name(self, name: str) -> None:
         """On rank 0, write the run's name, so that a restart continues in the run's folder."""
