@@ -88,12 +88,12 @@ def command_rows(parser: OneLineParser) -> Iterator[tuple[str, str, str, str]]:
 def flags_page() -> str:
     """Return the page of all flags."""
     lines = ["# Flags", "", WRITTEN, ""]
-    lines += ["`python scripts/train_distributed.py --help all` prints the flags of training in the terminal.", ""]
-    lines += ["The name of a flag without its dashes is also its key in a YAML file for `--config`.", ""]
+    lines += ["`python scripts/train_distributed.py --help all` prints all training flags in the terminal.", ""]
+    lines += ["A flag's name without the leading dashes is also its key in a YAML file for `--config`.", ""]
     lines += [
-        "A row such as `:GB` below `--cache` is a part of its word: `--cache ram:8`. Parts come in the order of the "
-        "rows; those that you leave out, or leave empty as in `4::blocks.3`, have their defaults. A row such as "
-        "`supcon:TEMPERATURE` is a part only of that word.",
+        "A row such as `:GB` below `--cache` is an optional part of that flag's value: `--cache ram:8`. Write the "
+        "parts in the order of the rows. A part that you omit, or leave empty as in `4::blocks.3`, has its default. A "
+        "row such as `supcon:TEMPERATURE` is a part of the value `supcon` only.",
         "",
     ]
     lines += ["## Training", ""]

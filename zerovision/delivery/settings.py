@@ -29,9 +29,9 @@ MOST_IMAGES, MOST_THREADS, LARGEST_SHARD_MB = 10**6, 256, 100_000
 USAGES = ", ".join(entry.usage for entry in DATASETS.values())
 SPLITS = ("auto", "val", "test", "train", "all")
 DEVICES = ("cpu", "cuda")
-OF_DATASETS = "Folder of torchvision data sets; default: the run's own."
-OF_DEVICE = "Default: a GPU if there is one."
-OF_MEGAPIXELS = "Largest image to read, in millions of pixels; default: the run's."
+OF_DATASETS = "Folder for torchvision's data sets; default: as in the run."
+OF_DEVICE = "Device to use; default: a GPU if there is one."
+OF_MEGAPIXELS = "Largest image to read, in millions of pixels; default: as in the run."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,16 @@ class ModelSettings(CommandSettings):
 class ImageSettings(CommandSettings):
     """The settings that select the images; an empty value means the run's setting."""
 
-    data: str = text(f"Images to use: {USAGES}; default: the run's own.")
+    data: str = text(f"Images to use: {USAGES}; default: the run's data.")
     data_root: str = text(OF_DATASETS)
-    path_column: str = text("Column of a table with the paths; default: the run's.")
-    label_column: str = text("Column of a table with the classes; default: the run's.")
-    bad_images: str = text(f"{BAD_IMAGES_USAGE}, as in training; default: the run's.", metavar="MODE")
+    path_column: str = text("Table column that contains the paths; default: as in the run.")
+    label_column: str = text("Table column that contains the classes; default: as in the run.")
+    bad_images: str = text(
+        f"What to do with unreadable images, one of {BAD_IMAGES_USAGE}, as in training; default: as in the run.",
+        metavar="MODE",
+    )
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
-    allow_missing_classes: bool = switch("Use data that lacks some of the model's classes.")
+    allow_missing_classes: bool = switch("Accept data that does not contain all of the model's classes.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,8 @@ class ViewSettings(CommandSettings):
         0,
         0,
         LARGEST_IMAGE_SIZE,
-        "Average over each image and copies shifted by this many pixels along the diagonal, both ways; 0: none.",
+        "Average over each image and two copies of it, shifted by this many pixels up and to the left, and down "
+        "and to the right; 0: no copies.",
     )
 
 
@@ -85,16 +89,22 @@ class EvaluateSettings(ViewSettings, ImageSettings, ModelSettings):
     """
 
     split: str = choice(
-        "auto", SPLITS, "Part of the data; auto: what the run held out, or all of a folder that it was not trained on."
+        "auto",
+        SPLITS,
+        "Part of the data to evaluate; auto: the images that the run held out, or all images of a folder that it "
+        "was not trained on.",
     )
     reject: str = text(
-        "Calibrate the model on these images: predict.py then says 'none of these' below the lowest threshold at which "
-        "this share of the accepted images, such as 0.95, is correct; below:0.7 sets the threshold itself.",
+        "Calibrate the model on these images. predict.py then prints 'none of these' below the lowest threshold "
+        "at which this share of the accepted images, such as 0.95, is classified correctly; below:0.7 sets the "
+        "threshold itself.",
         metavar="ACCURACY",
     )
     batch_size: int = number(64, 1, LARGEST_BATCH, "Images per rank and forward pass.")
-    precision: str = choice("auto", ("auto", "bf16", "fp16", "fp32"), "As in training.")
-    output: str | None = text("Folder for the files; default: in the run's folder.")
+    precision: str = choice(
+        "auto", ("auto", "bf16", "fp16", "fp32"), "Number format of the computation, as in training."
+    )
+    output: str | None = text("Folder for the results; default: a folder in the run's folder.")
 
     @classmethod
     def parser(cls) -> OneLineParser:
@@ -119,20 +129,25 @@ class PredictSettings(ViewSettings, ModelSettings):
     """
 
     images: Iterable[str | Path] = word(
-        "IMAGE", "Files or folders; -: read one image, or a list of paths, from standard input.", nargs="+"
+        "IMAGE", "Image files or folders; -: read one image, or a list of paths, from standard input.", nargs="+"
     )
-    top_k: int = number(3, 1, LARGEST_TOP_K, "Classes to print for each image.")
+    top_k: int = number(3, 1, LARGEST_TOP_K, "Number of classes to print for each image.")
     format: str = choice(
         "",
         ("table", "csv", "json"),
-        "json: one object per line. Default: from the extension of --output, .csv or .json; else table.",
+        "Output format; json: one object per line. Default: csv or json if --output has that extension, otherwise "
+        "table.",
     )
-    output: str = text("File to write in place of standard output.")
-    explain: str | bool = text("Folder for one picture per image, which shows what led to its label.", metavar="FOLDER")
+    output: str = text("File to write to, instead of standard output.")
+    explain: str | bool = text(
+        "Folder for explanations: one picture per image, with the regions that led to its label.", metavar="FOLDER"
+    )
     batch_size: int = number(64, 1, LARGEST_BATCH, "Images per forward pass.")
     device: str = choice("", DEVICES, OF_DEVICE)
     decode: str = choice(
-        "", ("cpu", "exact"), "cpu: shrink large JPEG files; exact: never. Default: as in the run, else cpu."
+        "",
+        ("cpu", "exact"),
+        "cpu: shrink large JPEG files while decoding; exact: never shrink them. Default: as in the run, otherwise cpu.",
     )
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
 
@@ -156,18 +171,24 @@ class ExportSettings(ImageSettings, ModelSettings):
         "fp32", [*PRECISIONS], "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items()) + " (onnx only)."
     )
     with_preprocessing: bool = switch(
-        "onnx, torch-export: accept pictures of any size, uint8 [N, H, W, C]; return probabilities and classes."
+        "onnx, torch-export: the exported model accepts pictures of any size, uint8 [N, H, W, C], and returns "
+        "probabilities and classes."
     )
     output: str = text("Folder for the files; default: export/ in the run's folder, or next to the weights.")
     check_images: int = number(
-        0, 1, MOST_IMAGES, "Maximum number of validation images to compare; default: all that fit into 2 GB."
+        0,
+        1,
+        MOST_IMAGES,
+        "Maximum number of validation images on which to compare outputs; default: all that fit into 2 GB.",
     )
-    calibration_images: int = number(256, 1, MOST_IMAGES, "int8: training images to measure activation ranges on.")
+    calibration_images: int = number(
+        256, 1, MOST_IMAGES, "int8: number of training images used to measure the activation ranges."
+    )
     max_accuracy_loss: float = number(
         1.0, 0.0, 100.0, "Percentage points of top-1 accuracy that the file may lose.", kind="percentage points"
     )
     batch_size: int = number(64, 1, LARGEST_BATCH, "Maximum number of images per forward pass.")
-    threads: int = number(1, 1, MOST_THREADS, "Threads for onnxruntime.")
+    threads: int = number(1, 1, MOST_THREADS, "Number of threads for onnxruntime.")
     split: ClassVar = "val"
 
     def look(self) -> None:
@@ -187,9 +208,11 @@ class ReportSettings(CommandSettings):
     RUN is a run's name in logs/runs, or its folder.
     """
 
-    runs: Iterable[str] = word("RUN", "A run's name or folder; several are compared.", nargs="+")
-    output: str = text("File to write; default: report.html in the run's folder, or here for several runs.")
-    watch: bool = switch("Rewrite the page while the run trains, until it ends.")
+    runs: Iterable[str] = word("RUN", "A run's name or folder; several runs are compared.", nargs="+")
+    output: str = text(
+        "File to write; default: report.html in the run's folder, or in the current folder for several runs."
+    )
+    watch: bool = switch("Update the page while the run trains, until it ends.")
 
     def look(self) -> None:
         """See `CommandSettings.look`."""
@@ -207,7 +230,7 @@ class PublishSettings(ModelSettings):
     The access token comes from HF_TOKEN or from `hf auth login`.
     """
 
-    repository: str = word("ORG/NAME", "Repository on the hub; created if missing.")
+    repository: str = word("ORG/NAME", "Repository on the hub; created if it does not exist.")
     public: bool = switch("Make a new repository public instead of private.")
     dry_run: bool = switch("List what would be uploaded; needs no network.")
 
@@ -224,7 +247,7 @@ class PackSettings(CommandSettings):
     training images are shuffled. Exit code: 0 if everything was packed, 2 if packing failed.
     """
 
-    data: str = word("DATA", "Data set to pack, as in --data of the trainer.")
+    data: str = word("DATA", "Data set to pack: any value of the trainer's --data.")
     output: str = word("OUT", "New folder for the tar files.")
-    shard_mb: int = number(256, 1, LARGEST_SHARD_MB, "Approximate megabytes per tar file.")
+    shard_mb: int = number(256, 1, LARGEST_SHARD_MB, "Approximate size of each tar file, in megabytes.")
     training_words: tuple[str, ...] = words_behind(takes_trainers=True)

@@ -37,13 +37,14 @@ class AuditSettings(CommandSettings):
     0 if the audit succeeded, with or without findings, 2 for wrong arguments.
     """
 
-    data: str = word("DATA", "Data set, as in --data of the trainer.")
+    data: str = word("DATA", "Data set to audit: any value of the trainer's --data.")
     run: str = text(
-        "A run's name or folder: the data is divided as in its training; or timm:NAME with published weights."
+        "Model that checks the labels: a run's name or folder, which also determines how the data is divided, or "
+        "timm:NAME with published weights."
     )
     data_root: str = text(OF_DATASETS)
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
-    fixes: str = text("A fixes.csv, edited or not: only write the corrected table.")
+    fixes: str = text("Path of a fixes.csv, edited or not; the command then only writes the corrected table.")
     output: str = text("Folder for the files; default: logs/audits/DATA.")
 
     def look(self) -> None:
@@ -62,9 +63,9 @@ class ServeSettings(ModelSettings):
     The server listens only on 127.0.0.1 unless --host is given. It does not ask for a password.
     """
 
-    host: str = text("Address or name to listen on; default: only this machine.", default="127.0.0.1")
-    port: int = number(8000, 0, LARGEST_PORT, "Port to listen on; 0: a free one.")
-    top_k: int = number(5, 1, LARGEST_TOP_K, "Labels for each image.")
+    host: str = text("Address or host name to listen on; default: only this machine.", default="127.0.0.1")
+    port: int = number(8000, 0, LARGEST_PORT, "Port to listen on; 0: any free port.")
+    top_k: int = number(5, 1, LARGEST_TOP_K, "Number of labels to show for each image.")
     device: str = choice("", DEVICES, OF_DEVICE)
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
 
@@ -79,8 +80,8 @@ class ReplaySettings(CommandSettings):
     mistake in the arguments.
     """
 
-    run: str = word("RUN", "A run's name or folder; nothing in it changes.")
-    step: int = number(None, 1, MOST_STEPS, "Optimizer step of the run, from 1.")
+    run: str = word("RUN", "A run's name or folder, which is not changed.")
+    step: int = number(None, 1, MOST_STEPS, "Optimizer step to repeat, counted from 1.")
     output: str = text("New folder for the files; default: replay-STEP in the run's folder.")
 
     def look(self) -> None:
@@ -128,15 +129,20 @@ class SweepSettings(CommandSettings):
         action="append",
         metavar="FLAG=VALUES",
     )
-    trials: int = number(0, 0, 1000, "Combinations to draw; 0: all of them.")
-    halving: int = number(0, 0, 10, "After each rung of epochs, keep one trial in this many, 2 or more; 0: all.")
-    jobs: int = number(1, 1, 64, "Trials to train at the same time, each on its own GPUs or cores.")
+    trials: int = number(0, 0, 1000, "Number of combinations to draw; 0: all combinations.")
+    halving: int = number(
+        0,
+        0,
+        10,
+        "After each rung of epochs, continue one of every N trials, with N at least 2; 0: continue all trials.",
+    )
+    jobs: int = number(1, 1, 64, "Number of trials to train at the same time, each on its own GPUs or cores.")
     hostfile: str = text(
-        "Machines that train in place of this one (lines of 'name slots=N'), over ssh: as many trials at a time as "
-        "their slots allow.",
+        "File of machines to train on over ssh instead of this one, one per line as 'name slots=N'; each machine "
+        "trains as many trials in parallel as its slots allow.",
         metavar="FILE",
     )
-    seed: int = number(0, 0, 2**31 - 1, "Seed of the draws.")
+    seed: int = number(0, 0, 2**31 - 1, "Seed for drawing combinations.")
     words: tuple[str, ...] = words_behind()
 
     def __post_init__(self) -> None:

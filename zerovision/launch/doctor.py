@@ -73,17 +73,20 @@ class DoctorSettings(CommandSettings):
     """
 
     check_data: str | None = text(
-        f"only decode every image of a data set and count its classes ({DATA_HELP})", None, metavar="DATA"
+        "Instead of checking machines, decode every image of a data set and count the images of each class "
+        f"({DATA_HELP}).",
+        None,
+        metavar="DATA",
     )
-    hostfile: str = text("examine these machines: lines of 'name slots=N'")
-    hosts: str = text("examine these machines", metavar="A,B")
-    here: bool = switch("examine only this machine, even inside a Slurm job")
-    nodes: int = number(0, 1, MOST_NODES, "machines to take from the top of the list (default: all)")
-    gpus_per_node: int = number(0, 1, MOST_GPUS_PER_NODE, "GPUs (or CPU ranks) to take on each")
-    data: str | None = text("check that this data set exists and is the same on all machines", None)
-    log_dir: str | None = text("folder of all logs (default: logs/ in the checkout, or in the current folder)", None)
-    json: bool = switch("print the rows as JSON")
-    compile: bool = switch("only compile the C part of the JPEG reader, which takes a fifth less time per image")
+    hostfile: str = text("Check the machines listed in this file, one per line as 'name slots=N'.")
+    hosts: str = text("Check these machines.", metavar="A,B")
+    here: bool = switch("Check only this machine, even inside a Slurm job.")
+    nodes: int = number(0, 1, MOST_NODES, "Number of machines to check, from the top of the list (default: all).")
+    gpus_per_node: int = number(0, 1, MOST_GPUS_PER_NODE, "Number of GPUs (or CPU ranks) to check on each machine.")
+    data: str | None = text("Check that this data set exists and is the same on all machines.", None)
+    log_dir: str | None = text("Folder for all logs (default: logs/ in the checkout, or in the current folder).", None)
+    json: bool = switch("Print the rows as JSON.")
+    compile: bool = switch("Only compile the C part of the JPEG reader, which reduces the time per image by a fifth.")
     training_words: tuple[str, ...] = words_behind(takes_trainers=True)
 
     def __post_init__(self) -> None:

@@ -63,15 +63,15 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nnodes", type=int, default=1, help="machines that start ranks")
-    parser.add_argument("--node_rank", type=int, default=0, help="number of this machine among them, from 0")
-    parser.add_argument("--nproc_per_node", type=int, required=True, help="ranks to start on this machine, as on each")
-    parser.add_argument("--master_addr", default="127.0.0.1", help="address that the ranks meet on")
-    parser.add_argument("--master_port", required=True, help="port that the ranks meet on")
+    parser.add_argument("--nnodes", type=int, default=1, help="number of machines that start ranks")
+    parser.add_argument("--node_rank", type=int, default=0, help="index of this machine, from 0")
+    parser.add_argument("--nproc_per_node", type=int, required=True, help="number of ranks to start on each machine")
+    parser.add_argument("--master_addr", default="127.0.0.1", help="address that the ranks connect to")
+    parser.add_argument("--master_port", required=True, help="port that the ranks connect to")
     parser.add_argument("--preload", default="", help="modules to import before the ranks start, separated by commas")
     timeout_help = "seconds that the ranks have to save and exit if the supervisor dies"
     parser.add_argument("--stop_timeout", type=float, default=END_SECONDS, help=timeout_help)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the training entry and its arguments")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the training entry point and its arguments")
     return parser.parse_args(arguments)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from zerovision.training.base.errors import UserError, one_line, shown
 
 FLAG = "--plugin"
-USAGE = "A Python file that adds networks, augmentations and so on, as in examples/; may be repeated."
+USAGE = "A Python file that adds networks, augmentations and so on (see examples/); may be repeated."
 IN_FILES = "plugins"  # key in weights files for the result of `names_of`
 DIGITS = 16  # number of digits of the sha256, enough to detect that a file has changed
 _LOADED: dict[str, str] = {}  # FILE@SHA256 by module name

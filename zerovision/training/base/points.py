@@ -240,7 +240,7 @@ class RunLogger:
     """A destination of a run's numbers; a subclass overrides the methods for the things that it writes."""
 
     def message(self, message: str) -> None:
-        """Log a line of text for people."""
+        """Log a human-readable line of text."""
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
         """Log an event (a checkpoint, a skipped step, a resume) in machine-readable form."""

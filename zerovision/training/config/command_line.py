@@ -351,7 +351,7 @@ def training_parser(*, hides_rare: bool = False) -> OneLineParser:
     parser = OneLineParser("train_distributed", "Train an image classifier on any number of GPUs, or CPU ranks.")
     if hides_rare:
         parser.epilog = "These are the flags that most trainings need: `--help all` shows all of them."
-    parser.add_argument("--config", metavar="FILE", help="YAML file of the values below; flags override it.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it.")
     parser.add_argument("--check-config", action="store_true", help="Check the configuration and stop.")
     parser.add_local_rank()
     use = "The same as --deepspeed-config FILE, for scripts written for DeepSpeed; alone, it changes nothing."

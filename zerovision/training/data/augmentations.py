@@ -124,9 +124,10 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
     line = AUGMENTATIONS[name]
     if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):
         raise UserError(
-            f"--augmentation randaugment:{one_line(given.randaugment, 100)}: expected timm's string, such as "
-            f"{RANDAUGMENT} or rand-m7-n2-mstd0.5-inc1: m magnitude, n operations, p probability, mstd, inc1, t set of "
-            "operations."
+            f"--augmentation randaugment:{one_line(given.randaugment, 100)}: expected timm's format, such as "
+            f"{RANDAUGMENT} or rand-m7-n2-mstd0.5-inc1: m is the magnitude, n the number of operations, p their "
+            "probability, mstd the standard deviation of m; inc1 selects operations that become stronger with m, and t "
+            "another set of operations."
         )
     scale = _read_range("--crop-scale", given.crop_scale, 1)
     ratio = _read_range("RATIO of --crop-scale", given.crop_ratio, _LARGEST_RATIO)

@@ -51,9 +51,9 @@ class DatasetEntry:
 
 
 DATASETS: dict[str, DatasetEntry] = {
-    "digits": DatasetEntry("digits", "1,797 handwritten digits, embedded: 1,437 to train, 360 held out", ".arrays"),
+    "digits": DatasetEntry("digits", "1,797 handwritten digits, included: 1,437 for training, 360 held out", ".arrays"),
     "fake": DatasetEntry(
-        "fake", "random patterns with a learnable class, made in memory: for tests and benchmarks", ".arrays"
+        "fake", "random patterns of learnable classes, generated in memory for tests and benchmarks", ".arrays"
     ),
     "torchvision": DatasetEntry(
         "torchvision:NAME",
@@ -69,38 +69,39 @@ DATASETS: dict[str, DatasetEntry] = {
     ),
     "folder": DatasetEntry(
         "DIR",
-        "a folder with train/, val/ and test/, or one folder that is split; below each, one folder of images per class",
+        "a folder with train/, val/ and test/, or one folder to split; in each, one folder of images per class",
         ".folder",
         has_parts=True,
     ),
     "tar": DatasetEntry(
         "DIR/*.tar",
-        "a folder of tar files in WebDataset's layout, train-000000.tar, val-000000.tar, ...: 01.jpg, 01.cls or .json",
+        "a folder of tar files in WebDataset's layout: train-000000.tar, val-000000.tar, ..., with samples such as "
+        "01.jpg and 01.cls or 01.json",
         ".tar_shards",
         has_parts=True,
     ),
     "parquet": DatasetEntry(
         "DIR/*.parquet",
-        "a folder of Parquet files with images inside, as in Hugging Face's data sets; or one file, also of paths",
+        "a folder of Parquet files that contain images, as on the Hugging Face hub, or one file of images or paths",
         ".parquet",
         has_parts=True,
     ),
     "table": DatasetEntry(
         "LIST.csv",
-        "a table of images, also .tsv: columns path and label, and optionally split, weight, group",
+        "a table of images (or .tsv) with the columns path and label, and optionally split, weight and group",
         ".table",
         has_parts=True,
     ),
     "hf": DatasetEntry(
         "hf:ORG/NAME[:SPLIT]",
-        "a data set of Hugging Face's hub with Parquet files, in the hub's cache (--download fetches it)",
+        "a data set of Parquet files on the Hugging Face hub (--download fetches it into the hub's cache)",
         ".parquet",
         takes_name=True,
         has_parts=True,
     ),
     URL: DatasetEntry(
         "URL",
-        "tar files, Parquet files or a table behind http://, https://, s3://, gs:// or hf://, cached on disk",
+        "tar files, Parquet files or a table at http://, https://, s3://, gs:// or hf://, cached on disk",
         ".urls",
         takes_name=True,
         has_parts=True,
@@ -109,9 +110,9 @@ DATASETS: dict[str, DatasetEntry] = {
 
 NUMBERS = "numbers"
 DECODERS: dict[str, str] = {
-    "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
-    "exact": "every pixel decoded at full size",
-    NUMBERS: "the unchanged values of .npy files and 16-bit gray images, with any channels; for folders and tables",
+    "cpu": "shrink JPEG files while decoding, never below twice --image-size",
+    "exact": "decode every pixel at full size",
+    NUMBERS: "keep the values of .npy files and 16-bit gray images, with any number of channels, in folders and tables",
 }
 
 
@@ -121,149 +122,173 @@ class DataFields:
 
     data: str = path_option(
         "digits",
-        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: classes, or train/ and val/).",
+        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: one folder per class, or train/ "
+        "and val/).",
     )
     data_root: str = path_option(
-        DATA_ROOT, "Folder of torchvision's data sets and caches; if set, paths in a table are relative to it, too."
+        DATA_ROOT,
+        "Folder for torchvision's data sets and for caches; if set, paths in a table are also relative to it.",
     )
     path_column: str = option(
         "",
-        "Column of a table with the images' paths; default: path, or image as predict writes it. Parquet files: column "
-        "with the images. Tar files: extension of the image, such as jpg, if a sample has several.",
+        "Table column that contains the images' paths; default: path, or image as in the output of predict. In "
+        "Parquet files: column that contains the images. In tar files: extension of the images to use, such as "
+        "jpg, if a sample has several.",
     )
     label_column: str = option(
         "label",
-        "Column of a table with the class names. --task multilabel: a column of lists, such as cat;dog, or A,B,...: "
-        "one column of 1 and 0 per class.",
+        "Table column that contains the class names. With --task multilabel: a column of lists, such as cat;dog, "
+        "or the columns A,B,..., one per class, which contain 1 or 0.",
     )
     task: Literal["multiclass", "multilabel"] = option(
-        "multiclass", "multilabel: an image of a table has any number of classes, and each class is decided separately."
+        "multiclass",
+        "multilabel: an image in a table can have any number of classes, and each class is predicted separately.",
     )
     label_separator: str = option(
         "",
-        "Separator of the labels in a cell, such as ','; default: ; or |, or a comma or blanks between known labels.",
+        "Separator of the labels in a cell, such as ','; default: ; or |, or a comma or spaces between known labels.",
         part_of="task:multilabel",
     )
-    download: bool = option(False, "Allow downloading data sets of torchvision and the hub.")
+    download: bool = option(False, "Allow data sets to be downloaded from torchvision and the Hugging Face hub.")
     remote_cache_gb: float = option(
-        20.0, "Gigabytes of remote data to keep in remote/ below --data-root.", low=0.1, high=10**6
+        20.0, "Gigabytes of remote data to keep in remote/ under --data-root.", low=0.1, high=10**6
     )
     val_fraction: float = option(
-        0.2, "Share held out for validation if the data has no validation part.", above=0, high=0.9
+        0.2, "Share of the images to hold out for validation if the data has no validation part.", above=0, high=0.9
     )
-    split_seed: int = option(0, "Seed of the split: another number holds out other images.", low=0, high=2**31)
+    split_seed: int = option(0, "Seed of the split: a different number holds out different images.", low=0, high=2**31)
     folds: int = option(
         0,
         "K-fold cross-validation in place of --val-fraction: each image is held out in one of K runs.",
         low=0,
         high=1000,
     )
-    fold: int = option(1, "The fold to hold out, 1 to K.", low=1, high=1000, part_of="folds")
+    fold: int = option(1, "Fold to hold out, from 1 to K.", low=1, high=1000, part_of="folds")
     val_part: str = option(
         "",
-        "Folder of DIR, or split of a table, to validate on, such as Testing; usual names of train, val and "
-        "test are recognized; none: all folders are classes.",
+        "Folder in DIR, or split of a table, to validate on, such as Testing. The usual names for train, val and "
+        "test are recognized automatically. none: treat all folders as classes.",
     )
     image_size: int | str = option(  # an `ImageSize`, like `eval_image_size`
         0,
-        "Side of square images in pixels, or height x width, such as 224x448; 0: the data set's own.",
+        "Side of square images in pixels, or height x width, such as 224x448; 0: the data set's own size.",
         low=0,
         high=LARGEST_IMAGE_SIZE,
     )
     eval_image_size: int | str = option(
         0,
-        "Size of the validation images; 0: the same as for training.",
+        "Size of the validation images; 0: the same as in training.",
         low=0,
         high=LARGEST_IMAGE_SIZE,
         part_of="image_size",
     )
     eval_crop: float | Literal["auto"] = option(
         "auto",
-        "Share of a photograph's shorter side that validation keeps; auto: that of the starting weights, or 0.875.",
+        "Share of a photograph's shorter side that validation keeps; auto: the value of the starting weights, or "
+        "0.875.",
         low=0.5,
         high=1,
     )
     fit: Literal["auto", "crop", "pad", "squash"] = option(
         "auto",
-        "How an image gets its shape: crop its center, pad it with bars, or squash it; auto: crop for photographs, "
-        "squash for arrays. With pad and squash, --augmentation auto does not crop.",
+        "How to fit images to --image-size: crop the center, pad with bars, or squash, which changes the aspect "
+        "ratio; auto: crop for photographs, squash for arrays. With pad and squash, --augmentation auto does not "
+        "crop.",
     )
     interpolation: Literal["auto", "bilinear", "bicubic"] = option(
-        "auto", "Filter for resizing, with antialiasing; auto: that of the starting weights, or bilinear."
+        "auto", "Filter for resizing, with antialiasing; auto: the filter of the starting weights, or bilinear."
     )
     image_channels: int = option(
         0,
-        "Channels of the images: 1 gray, 3 RGB, 4 RGBA, others for arrays only; 0: as in arrays with 2, 4 or more, "
-        "otherwise 3.",
+        "Channels of the images: 1 for gray, 3 for RGB, 4 for RGBA, other numbers for arrays only; 0: as stored "
+        "in arrays with 2, 4 or more channels, otherwise 3.",
         low=0,
         high=MOST_IMAGE_CHANNELS,
     )
     progressive_size: str = option(
         "",
-        f"{SIZE_USAGE}: training images have LOW pixels up to epoch FIRST (from 0), then grow to --image-size by LAST.",
+        f"{SIZE_USAGE}: training images have LOW pixels through epoch FIRST (counted from 0), then grow to "
+        "--image-size by epoch LAST.",
     )
-    augmentation: str = option("auto", f"Training augmentation: {', '.join(('auto', *AUGMENTATIONS))}.")
+    augmentation: str = option("auto", f"Training augmentation, one of {', '.join(('auto', *AUGMENTATIONS))}.")
     randaugment: str = option(
-        RANDAUGMENT, "timm's string: m magnitude, n operations, mstd, inc1, ...", part_of="augmentation:randaugment"
+        RANDAUGMENT,
+        "RandAugment in timm's format: m is the magnitude, n the number of operations, mstd the standard "
+        "deviation of m; inc1 selects operations that become stronger with m.",
+        part_of="augmentation:randaugment",
     )
-    crop_scale: str = option(CROP_SCALE, "Smallest and largest area of a crop, as shares of the image.")
+    crop_scale: str = option(CROP_SCALE, "Smallest and largest area of a crop, as fractions of the image's area.")
     crop_ratio: str = option(
-        CROP_RATIO, "Smallest and largest width / height (times W/H with --image-size HxW).", part_of="crop_scale"
+        CROP_RATIO,
+        "Smallest and largest aspect ratio of a crop, width / height (multiplied by W/H with --image-size HxW).",
+        part_of="crop_scale",
     )
     mirror: Literal["auto", "off", "random", "alternate"] = option(
-        "auto", "Mirror left to right half of the time, or in every other epoch (alternate); auto: the augmentation's."
+        "auto",
+        "Horizontal mirroring; random: half of the time; alternate: in every other epoch; auto: as --augmentation "
+        "does.",
     )
     shift_pixels: int | Literal["auto"] = option(
-        "auto", "Largest shift; 0: none; auto: the augmentation's.", low=0, high=LARGEST_IMAGE_SIZE
+        "auto", "Largest shift in pixels; 0: no shift; auto: as --augmentation does.", low=0, high=LARGEST_IMAGE_SIZE
     )
-    shift_padding: Literal["zeros", "reflect"] = option("zeros", "What fills the edges.", part_of="shift_pixels")
+    shift_padding: Literal["zeros", "reflect"] = option(
+        "zeros", "How to fill the edges of a shifted image.", part_of="shift_pixels"
+    )
     color_jitter: float = option(
-        0.0, "Largest change of brightness, contrast and saturation, as a share; 0: none.", low=0, high=1
+        0.0, "Largest change of brightness, contrast and saturation, as a fraction; 0: no change.", low=0, high=1
     )
-    random_erasing: float = option(0.0, "Probability of erasing a rectangle of an image.", low=0, high=1)
+    random_erasing: float = option(0.0, "Probability of erasing a rectangle in an image.", low=0, high=1)
     random_erasing_mode: Literal["pixel", "rand", "const"] = option(
-        "pixel", "What fills the rectangle: noise, one random color, or the mean color.", part_of="random_erasing"
+        "pixel", "How to fill the rectangle: with noise, one random color, or the mean color.", part_of="random_erasing"
     )
     mixup: float = option(
-        0.0, "Alpha of mixup, which blends images and targets of a micro-batch; 0: off.", low=0, high=100
+        0.0, "Alpha of mixup, which blends the images and targets of a micro-batch; 0: off.", low=0, high=100
     )
-    cutmix: float = option(0.0, "Alpha of cutmix, which pastes a rectangle of another image; 0: off.", low=0, high=100)
-    mixup_probability: float = option(1.0, "Probability of mixing a micro-batch.", low=0, high=1)
+    cutmix: float = option(
+        0.0, "Alpha of cutmix, which pastes in a rectangle from another image; 0: off.", low=0, high=100
+    )
+    mixup_probability: float = option(1.0, "Probability of applying mixup or cutmix to a micro-batch.", low=0, high=1)
     mixup_switch_probability: float = option(
         0.5, "Probability of cutmix instead of mixup if both are on.", low=0, high=1, part_of="mixup_probability"
     )
     mixup_off_epochs: int = option(
-        0, "Number of last epochs without mixing.", low=0, high=100_000, part_of="mixup_probability"
+        0,
+        "Number of epochs at the end of the run without mixup and cutmix.",
+        low=0,
+        high=100_000,
+        part_of="mixup_probability",
     )
     sampling: Literal["uniform", "balanced"] = option(
-        "uniform", "uniform: each sample once per epoch; balanced: the same number of samples, equally many per class."
+        "uniform",
+        "uniform: draw each sample once per epoch; balanced: draw the same number of samples in total, but "
+        "equally many from each class.",
     )
     order: Literal["random", "shards"] = option(
         "random",
-        "Order of the samples in an epoch; shards: tar files, or row groups of Parquet files, are shuffled "
-        "and read one after another, for data that does not fit into a cache.",
+        "Order of the samples in an epoch; shards: shuffle the tar files, or the row groups of Parquet files, and "
+        "read them one after another, for data that does not fit into a cache.",
     )
     shuffle_window: int = option(
-        4096, "Number of consecutive samples to shuffle among.", low=1, high=10**9, part_of="order:shards"
+        4096, "Number of consecutive samples to shuffle together.", low=1, high=10**9, part_of="order:shards"
     )
     repeated_augmentation: int = option(
         1,
-        "Copies of each sample in an epoch, each augmented differently; the epoch keeps its length.",
+        "Copies of each sample in an epoch, each augmented differently; the length of the epoch does not change.",
         low=1,
         high=64,
     )
     decode: Literal["cpu", "exact", "numbers"] = option(
-        "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
+        "cpu", f"How to decode image files. {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
-    cache: Literal["ram", "disk", "off"] = option("off", "Keep decoded images in memory, or on disk below --data-root.")
+    cache: Literal["ram", "disk", "off"] = option("off", "Keep decoded images in memory, or on disk under --data-root.")
     cache_gb: float = option(
         0.0,
-        "Limit of all caches; 0: a quarter of the memory, or 50 GB on disk.",
+        "Size limit of all caches together, in gigabytes; 0: a quarter of the memory, or 50 GB on disk.",
         low=0,
         high=10**6,
         part_of="cache",
     )
-    workers: str = option("auto", "Loader processes per rank: a whole number, or auto.")
+    workers: str = option("auto", "Number of loader processes per rank, or auto.")
     max_megapixels: int = option(
         MAX_MEGAPIXELS,
         "Largest image file to read, in millions of pixels; protects against decompression bombs.",
@@ -271,7 +296,8 @@ class DataFields:
         high=MOST_MEGAPIXELS,
     )
     bad_images: str = option(
-        "error", f"What to do with unreadable images: {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %."
+        "error",
+        f"What to do with unreadable images, one of {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %.",
     )
 
     @property

@@ -27,32 +27,35 @@ LEFT_OPEN = {"threads_per_rank": 0, "islands": 0}  # values that let the run dec
 class ShardingSettings(DataSettings):
     """How the training state is sharded, and how a rank computes."""
 
-    strategy: str = option("ddp", f"How training state is sharded: {', '.join(STRATEGIES)}.")
+    strategy: str = option("ddp", f"How to shard the training state, one of {', '.join(STRATEGIES)}.")
     offload: Literal["none", "optimizer", "all"] = option(
-        "none", "Keep optimizer state (stages 2, 3) or parameters too (all: stage 3) in CPU memory; about 30 % slower."
+        "none",
+        "Training state to keep in CPU memory; optimizer: the optimizer state (stages 2 and 3); all: also the "
+        "parameters (stage 3). About 30 % slower.",
     )
     engine: Literal["auto", "deepspeed", "torch"] = option(
         "auto",
-        "Code that shards the training state; auto: torch, which gives the same bytes on any number of ranks,"
-        " or deepspeed for settings that only DeepSpeed supports.",
+        "Engine that shards the training state; auto: torch, which gives the same bytes on any number of ranks, "
+        "or deepspeed for settings that only DeepSpeed supports.",
     )
     replicate_across: Literal["none", "nodes"] = option(
-        "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; not --engine deepspeed)."
+        "none",
+        "nodes: shard within each machine and replicate across machines (stages 2 and 3; not with --engine deepspeed).",
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
-        "Run the model through torch.compile (a minute or two at the first start); auto: only in long CPU "
-        "runs of models that were measured to be faster. On GPUs, auto replays the model's kernels as CUDA "
-        "graphs; off: neither.",
+        "Compile the model with torch.compile (a minute or two at the first start); auto: only in long CPU runs, "
+        "for models that were measured to run faster. On GPUs, auto replays the model's kernels as CUDA graphs; "
+        "off: neither.",
     )
     threads_per_rank: int = option(
         0,
-        "CPU threads per rank; 0: as in the checkpoint, else cores / ranks. Another number changes the last "
-        "bits of results.",
+        "CPU threads per rank; 0: as in the checkpoint, or cores / ranks in a new run. A different number changes "
+        "the last bits of the results.",
         low=0,
         high=1024,
     )
-    deterministic: bool = option(False, "Use PyTorch's deterministic algorithms, so that a GPU run can be repeated.")
+    deterministic: bool = option(False, "Use PyTorch's deterministic algorithms, so that GPU runs are reproducible.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,26 +17,29 @@ TRACKERS = ("wandb", "mlflow", "trackio")  # names of the packages
 class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
     """Settings for where a run's files go and what they contain."""
 
-    run_name: str = option("", "Name of the run's folder; default: date, time, model, strategy.")
-    log_dir: str = option("", "Folder of all logs; default: logs/ in the checkout, or in the current folder.")
+    run_name: str = option("", "Name of the run's folder; default: date, time, model and strategy.")
+    log_dir: str = option("", "Folder for all logs; default: logs/ in the checkout, or in the current folder.")
     log_every_steps: int | Literal["auto"] = option(
-        "auto", "Optimizer steps between log points; auto: 10, or more if they take less than a second.", low=1
+        "auto", "Optimizer steps between log points; auto: 10, or more if 10 steps take less than a second.", low=1
     )
     log_hashes: int = option(
-        0, "Steps between two hashes of images and weights, for scripts/bisect_runs.py; 0: none.", low=0
+        0, "Number of steps between hashes of images and weights, for scripts/bisect_runs.py; 0: no hashes.", low=0
     )
-    audit: int = option(0, "Steps between two checks of one rank's gradients by another rank; 0: none.", low=0)
+    audit: int = option(
+        0, "Number of steps between checks in which one rank verifies another rank's gradients; 0: no checks.", low=0
+    )
     progress: Literal["auto", "bar", "lines", "off"] = option(
-        "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
+        "auto", "Progress display in the console; auto: a bar in a terminal; off: only start, result and problems."
     )
     loggers: str = option(
-        "tensorboard", "Where to send curves: any of tensorboard, wandb, mlflow, trackio, separated by commas; or none."
+        "tensorboard",
+        "Where to send curves: any of tensorboard, wandb, mlflow and trackio, separated by commas; or none.",
     )
     tensorboard: bool = option(True, "Write TensorBoard event files; false overrides --loggers.")
-    report: bool = option(True, "Write report.html, the run on one page, when the run ends.")
+    report: bool = option(True, "When the run ends, write report.html, which shows the run on one page.")
     profile: int = option(
         0,
-        "Steps of rank 0's first epoch to trace with torch.profiler; 0: none.",
+        "Number of steps of the first epoch to trace on rank 0 with torch.profiler; 0: no trace.",
         low=0,
         high=10_000,
     )

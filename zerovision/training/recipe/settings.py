@@ -17,24 +17,30 @@ class RecipeSettings(RunSettings):
 
     optimizer: str = option(
         "adamw",
-        "Update rule, by timm's name; sgd has Nesterov momentum. With every strategy: "
+        "Optimizer, by its name in timm; sgd uses Nesterov momentum. With every strategy: "
         f"{', '.join(ELEMENT_WISE)}. With ddp only: {', '.join(WHOLE_PARAMETER)}.",
     )
-    momentum: float = option(0.9, "Momentum, for rules such as sgd.", low=0, high=0.9999, part_of="optimizer")
+    momentum: float = option(0.9, "Momentum, for optimizers such as sgd.", low=0, high=0.9999, part_of="optimizer")
     fallback_optimizer: str = option(
         "adamw",
-        f"{', '.join(MATRIX_RULES)}: update rule for the head and for everything but matrices and convolutions; "
-        "NAME:SCALE:OPTIONS, such as adamw:0.3:betas=0.85/0.95, scales --learning-rate for it and sets its options.",
+        f"With {', '.join(MATRIX_RULES)}: optimizer for the head and for everything except matrices and "
+        "convolutions. NAME:SCALE:OPTIONS, such as adamw:0.3:betas=0.85/0.95, also scales --learning-rate for "
+        "this optimizer and sets its arguments.",
     )
     optimizer_options: str = option(
-        "", f"Such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}.", part_of="optimizer"
+        "",
+        "Arguments of the optimizer, such as betas=0.9/0.95,eps=1e-6. Possible names: "
+        f"{', '.join(sorted(OPTION_READERS))}.",
+        part_of="optimizer",
     )
-    weight_decay: float = option(0.05, "Decay of weights (decoupled in adamw); see --no-weight-decay.", low=0, high=10)
+    weight_decay: float = option(0.05, "Weight decay (decoupled in adamw); see also --no-weight-decay.", low=0, high=10)
     no_weight_decay: Literal["vectors", "model"] = option(
-        "vectors", "No weight decay for vectors (biases, norms), or also for parameters that a timm model names."
+        "vectors",
+        "Parameters without weight decay; vectors: biases and norms; model: also parameters that a timm model "
+        "excludes.",
     )
     layer_decay: float = option(
-        1.0, "Learning rate of a layer as a share of the rate of the next layer.", above=0, high=1
+        1.0, "Learning rate of each layer, as a fraction of the next layer's learning rate.", above=0, high=1
     )
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0: no clipping.", low=0)
     ema: float = option(
@@ -45,27 +51,30 @@ class RecipeSettings(RunSettings):
         high=0.999999,
     )
     lookahead: int = option(
-        0, "Steps after which the weights move halfway back to slow weights (timm's default is 6); 0: off.", low=0
+        0,
+        "Number of steps after which the weights move halfway back to slow weights (timm's default is 6); 0: off.",
+        low=0,
     )
     warmup_epochs: float | Literal["auto"] = option(
         "auto",
-        "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run, and at "
-        "least 50 steps at a network's own rate.",
+        "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run, and "
+        "at least 50 steps with a network's own default rate.",
         low=0,
     )
     schedule: str = option(
         "cosine",
         f"How the learning rate falls after the warm-up: {'; '.join(form.usage for form in SCHEDULES.values())}. "
-        "wsd: warm-up, stable, decay. EPOCHS may be auto or left out: a third of the run for step, a fifth for wsd.",
+        "wsd stands for warm-up, stable, decay. EPOCHS may be auto or omitted, which means a third of the run for "
+        "step and a fifth for wsd.",
     )
     final_learning_rate_scale: float = option(
         0.01,
-        "Learning rate at the end of the schedule, as a share of the peak; not with step and constant.",
+        "Learning rate at the end of the schedule, as a fraction of the peak; not used by step and constant.",
         low=0,
         high=1,
     )
     cooldown_epochs: float = option(
-        0.0, "Number of last epochs at this rate.", low=0, part_of="final_learning_rate_scale"
+        0.0, "Number of epochs at this rate at the end of the run.", low=0, part_of="final_learning_rate_scale"
     )
     base_batch_size: int = option(
         0, "Multiply --learning-rate by global batch / this number (linear scaling rule); 0: no scaling.", low=0

@@ -35,31 +35,42 @@ class TaskSettings(RunSettings):
 
     loss: str = option(
         "cross_entropy",
-        f"Training loss: {', '.join(LOSSES)}; bce: binary cross-entropy of each class, averaged over the classes; "
-        "supcon: supervised contrastive, which trains features for a head to be trained afterwards.",
+        f"Training loss, one of {', '.join(LOSSES)}. bce: binary cross-entropy of each class, averaged over the "
+        "classes; supcon: supervised contrastive loss, which trains features for a head that you train "
+        "afterwards.",
     )
-    temperature: float = option(0.1, "Divisor of the cosines.", low=0.001, high=100, part_of="loss:supcon")
+    temperature: float = option(
+        0.1, "Temperature that the cosine similarities are divided by.", low=0.001, high=100, part_of="loss:supcon"
+    )
     gradient_cache: int = option(
         0,
-        "Images to pass through the network at a time; all images of a step are compared; 0: --batch-size.",
+        "Number of images to pass through the network at a time (the loss still compares all images of a step); "
+        "0: --batch-size.",
         low=0,
         high=LARGEST_BATCH,
         part_of="loss:supcon",
     )
     distill: str = option(
         "",
-        "kl:T[:ALPHA] trains on the output of --teacher: the divergence at temperature T, times T squared, "
-        "with weight ALPHA; --loss has the rest. Default of ALPHA: 1.",
+        "kl:T[:ALPHA] trains on the outputs of --teacher: the KL divergence at temperature T, times T squared, "
+        "has weight ALPHA (1 by default), and --loss has weight 1 - ALPHA.",
     )
     teacher: str = path_option(
-        "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
+        "",
+        "Teacher for --distill: a run's name or folder, a safetensors file, or timm:NAME for a timm model with "
+        "its published weights.",
     )
     teacher_classes: str = path_option(
-        "", "--teacher: a file with the class name of each of its outputs, one per line; default: its own names."
+        "",
+        "File with the class name of each output of --teacher, one per line; default: the teacher's own class names.",
     )
-    label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
+    label_smoothing: float = option(0.1, "Share of each target that is spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(
-        0.0, "Targets above this become 1, the others 0; 0: unchanged.", low=0, high=0.99, part_of="loss:bce"
+        0.0,
+        "Targets above this value become 1, and all other targets 0; 0: targets are unchanged.",
+        low=0,
+        high=0.99,
+        part_of="loss:bce",
     )
     class_weights: str = path_option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
     best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DeepSpeedSettings:
     """The settings that only DeepSpeed supports."""
 
-    deepspeed_config: str = path_option("", "DeepSpeed JSON file to use instead of the strategy's own.")
+    deepspeed_config: str = path_option("", "DeepSpeed JSON file to use instead of the strategy's default file.")
 
     @property
     def has_own_sharding(self) -> bool:

@@ -25,21 +25,21 @@ class PipelineSettings:
 
     pipeline_parallel: int = option(
         1,
-        "Number of stages (of consecutive layers) to cut the model into, each on its own rank. For an ensemble: ranks "
-        "to distribute the members over (ddp, engine torch).",
+        "Number of stages of consecutive layers to cut the model into, each on its own rank. For an ensemble: "
+        "number of ranks to distribute the members over (ddp, --engine torch).",
         low=1,
         high=1024,
     )
     pipeline_schedule: Literal["1f1b", "interleaved"] = option(
         "1f1b",
-        "Order of micro-batches in a stage; 1f1b: keeps the activations of as many micro-batches as there are"
-        " stages; interleaved: two stages per rank, half the idle time.",
+        "Order of the micro-batches in a stage; 1f1b: stores the activations of as many micro-batches as there "
+        "are stages; interleaved: runs two stages per rank, which halves the idle time.",
         part_of="pipeline_parallel",
     )
     pipeline_split: str = option(
         "auto",
-        "First blocks of the later stages, separated by commas, such as blocks.3,blocks.6; auto: stages that "
-        "take equally long.",
+        "First block of each stage after the first stage, separated by commas, such as blocks.3,blocks.6; auto: "
+        "stages that take equally long.",
         part_of="pipeline_parallel",
     )
 

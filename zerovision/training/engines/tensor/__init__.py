@@ -23,8 +23,8 @@ class TensorSettings:
 
     tensor_parallel: int = option(
         1,
-        "Ranks of one machine that compute every layer together, each with a part of its weights (engine "
-        "torch; vision transformers, ConvNeXt, MLP-Mixer, VGG).",
+        "Number of ranks on one machine that compute every layer together, each with a part of the layer's "
+        "weights (--engine torch; vision transformers, ConvNeXt, MLP-Mixer and VGG).",
         low=1,
         high=1024,
     )
