@@ -56,9 +56,7 @@ class TrainSettings:
         parser = OneLineParser("train", inspect.getdoc(cls))
         parser.add_argument("data", metavar="DATA", help="Data to train on: any value of --data.")
         parser.add_choice("--effort", EFFORTS, default="", help="How much time to spend; default: minutes.")
-        parser.add_number(
-            "--gpus", 0, MOST_GPUS_PER_NODE, default=0, help="Number of GPUs, or CPU ranks; 0: all GPUs, or one rank."
-        )
+        parser.add_number("--gpus", 0, MOST_GPUS_PER_NODE, default=0, help="GPUs or CPU ranks; 0: all GPUs, or 1 rank.")
         own, others = parser.parse_known(words)
         if not words[0] == own.data:
             raise UserError(f"{shown(words[0])} comes before DATA: give the folder or the table first, then flags.")

@@ -53,10 +53,7 @@ class ImageSettings(CommandSettings):
     data_root: str = text(OF_DATASETS)
     path_column: str = text("Table column that contains the paths; default: as in the run.")
     label_column: str = text("Table column that contains the classes; default: as in the run.")
-    bad_images: str = text(
-        f"What to do with unreadable images, one of {BAD_IMAGES_USAGE}, as in training; default: as in the run.",
-        metavar="MODE",
-    )
+    bad_images: str = text(f"Mode for unreadable images: {BAD_IMAGES_USAGE}; default: as in training.", metavar="MODE")
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
     allow_missing_classes: bool = switch("Accept data that does not contain all of the model's classes.")
 
@@ -67,11 +64,7 @@ class ViewSettings(CommandSettings):
 
     flip: bool = switch("Average the probabilities of each image and its mirror image.")
     shift_pixels: int = number(
-        0,
-        0,
-        LARGEST_IMAGE_SIZE,
-        "Average over each image and two copies of it, shifted by this many pixels up and to the left, and down "
-        "and to the right; 0: no copies.",
+        0, 0, LARGEST_IMAGE_SIZE, "Average each image with two copies, shifted up-left and down-right; 0: no copies."
     )
 
 
@@ -89,21 +82,15 @@ class EvaluateSettings(ViewSettings, ImageSettings, ModelSettings):
     """
 
     split: str = choice(
-        "auto",
-        SPLITS,
-        "Part of the data to evaluate; auto: the images that the run held out, or all images of a folder that it "
-        "was not trained on.",
+        "auto", SPLITS, "Data to use; auto: the images held out by the run, or all of a folder not used in training."
     )
     reject: str = text(
-        "Calibrate the model on these images. predict.py then prints 'none of these' below the lowest threshold "
-        "at which this share of the accepted images, such as 0.95, is classified correctly; below:0.7 sets the "
-        "threshold itself.",
+        "Calibrate the model on these images: predict.py then prints 'none of these' below the lowest threshold at "
+        "which this share of the accepted images, such as 0.95, is correct; below:0.7 sets the threshold itself.",
         metavar="ACCURACY",
     )
     batch_size: int = number(64, 1, LARGEST_BATCH, "Images per rank and forward pass.")
-    precision: str = choice(
-        "auto", ("auto", "bf16", "fp16", "fp32"), "Number format of the computation, as in training."
-    )
+    precision: str = choice("auto", ("auto", "bf16", "fp16", "fp32"), "Number format to compute in, as in training.")
     output: str | None = text("Folder for the results; default: a folder in the run's folder.")
 
     @classmethod
@@ -135,19 +122,14 @@ class PredictSettings(ViewSettings, ModelSettings):
     format: str = choice(
         "",
         ("table", "csv", "json"),
-        "Output format; json: one object per line. Default: csv or json if --output has that extension, otherwise "
-        "table.",
+        "Format; json: one object per line. Default: csv or json if --output has that extension, otherwise table.",
     )
     output: str = text("File to write to, instead of standard output.")
-    explain: str | bool = text(
-        "Folder for explanations: one picture per image, with the regions that led to its label.", metavar="FOLDER"
-    )
+    explain: str | bool = text("Folder for one picture per image that shows what led to its label.", metavar="FOLDER")
     batch_size: int = number(64, 1, LARGEST_BATCH, "Images per forward pass.")
     device: str = choice("", DEVICES, OF_DEVICE)
     decode: str = choice(
-        "",
-        ("cpu", "exact"),
-        "cpu: shrink large JPEG files while decoding; exact: never shrink them. Default: as in the run, otherwise cpu.",
+        "", ("cpu", "exact"), "cpu: shrink large JPEG files; exact: never shrink them. Default: as in the run, or cpu."
     )
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
 
@@ -171,19 +153,11 @@ class ExportSettings(ImageSettings, ModelSettings):
         "fp32", [*PRECISIONS], "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items()) + " (onnx only)."
     )
     with_preprocessing: bool = switch(
-        "onnx, torch-export: the exported model accepts pictures of any size, uint8 [N, H, W, C], and returns "
-        "probabilities and classes."
+        "onnx, torch-export: the model takes any image size, uint8 [N, H, W, C], and returns probabilities and classes."
     )
     output: str = text("Folder for the files; default: export/ in the run's folder, or next to the weights.")
-    check_images: int = number(
-        0,
-        1,
-        MOST_IMAGES,
-        "Maximum number of validation images on which to compare outputs; default: all that fit into 2 GB.",
-    )
-    calibration_images: int = number(
-        256, 1, MOST_IMAGES, "int8: number of training images used to measure the activation ranges."
-    )
+    check_images: int = number(0, 1, MOST_IMAGES, "Maximum validation images to compare; default: what fits in 2 GB.")
+    calibration_images: int = number(256, 1, MOST_IMAGES, "int8: training images used to measure activation ranges.")
     max_accuracy_loss: float = number(
         1.0, 0.0, 100.0, "Percentage points of top-1 accuracy that the file may lose.", kind="percentage points"
     )
@@ -209,9 +183,7 @@ class ReportSettings(CommandSettings):
     """
 
     runs: Iterable[str] = word("RUN", "A run's name or folder; several runs are compared.", nargs="+")
-    output: str = text(
-        "File to write; default: report.html in the run's folder, or in the current folder for several runs."
-    )
+    output: str = text("File to write; default: report.html in the run's folder, or here for several runs.")
     watch: bool = switch("Update the page while the run trains, until it ends.")
 
     def look(self) -> None:

@@ -39,8 +39,7 @@ class AuditSettings(CommandSettings):
 
     data: str = word("DATA", "Data set to audit: any value of the trainer's --data.")
     run: str = text(
-        "Model that checks the labels: a run's name or folder, which also determines how the data is divided, or "
-        "timm:NAME with published weights."
+        "Model to check labels with: a run (name or folder), whose split is kept, or timm:NAME with published weights."
     )
     data_root: str = text(OF_DATASETS)
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
@@ -130,12 +129,7 @@ class SweepSettings(CommandSettings):
         metavar="FLAG=VALUES",
     )
     trials: int = number(0, 0, 1000, "Number of combinations to draw; 0: all combinations.")
-    halving: int = number(
-        0,
-        0,
-        10,
-        "After each rung of epochs, continue one of every N trials, with N at least 2; 0: continue all trials.",
-    )
+    halving: int = number(0, 0, 10, "After each rung of epochs, keep one trial in N (2 or more); 0: keep all trials.")
     jobs: int = number(1, 1, 64, "Number of trials to train at the same time, each on its own GPUs or cores.")
     hostfile: str = text(
         "File of machines to train on over ssh instead of this one, one per line as 'name slots=N'; each machine "

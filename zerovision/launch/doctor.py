@@ -73,10 +73,7 @@ class DoctorSettings(CommandSettings):
     """
 
     check_data: str | None = text(
-        "Instead of checking machines, decode every image of a data set and count the images of each class "
-        f"({DATA_HELP}).",
-        None,
-        metavar="DATA",
+        f"Only decode every image of a data set and count the images per class ({DATA_HELP}).", None, metavar="DATA"
     )
     hostfile: str = text("Check the machines listed in this file, one per line as 'name slots=N'.")
     hosts: str = text("Check these machines.", metavar="A,B")

@@ -40,15 +40,11 @@ def read(words: Sequence[str]) -> PlanFlags:
         "--gpus-per-node", 1, MOST_GPUS_PER_NODE, help=f"Number of GPUs per machine (default: at most {GPUS_PER_NODE})."
     )
     gpus = ", ".join(GPUS)
-    parser.add_argument(
-        "--gpu", metavar="NAME", help=f"GPU type: {gpus}, or a memory size such as 8gb; default: this machine's GPU."
-    )
+    parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or a memory size such as 8gb; default: the local GPU.")
     parser.add_number("--gpu-memory", SMALLEST_GB, 9999.0, help="Memory of each GPU in GB; 8 is the same as --gpu 8gb.")
     parser.add_argument("--measure", action="store_true", help="Train 20 steps on this machine to time a step.")
     parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Strategy to try first (default: ddp).")
-    parser.add_number(
-        "--images", 1, 999_999_999, help="Number of training images; default: as in --data, or in ImageNet."
-    )
+    parser.add_number("--images", 1, 999_999_999, help="Training images; default: as in --data, or in ImageNet.")
     parser.add_number("--classes", 2, 10**6, help="Number of classes; default: as in --data, or 1000.")
     parser.add_argument("--with-data", action="store_true", help="Plan for the default data set, not for ImageNet.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")

@@ -411,9 +411,8 @@ def _describe(line: dict[str, Any]) -> tuple[str, str]:
             return "skipped step", clip(details, LONGEST_TEXT)
         case "slow_rank":
             own, others = (number(1000 * float(line[key]), 3) for key in ("step_seconds", "others_step_seconds"))
-            host = f" (host {clip(str(line['host']))})" if line.get("host") else ""
-            details = f"{own} ms of work per step, {others} ms in the other ranks (median)"
-            return "slow rank", f"rank {line['rank']}{host}: {details}"
+            who = f"rank {line['rank']}" + (f" (host {clip(str(line['host']))})" if line.get("host") else "")
+            return "slow rank", f"{who}: {own} ms of work per step, {others} ms in the other ranks (median)"
         case "wrong_gradient":
             places = zip(line["ranks"], line["hosts"], strict=True)
             who = " or ".join(f"rank {rank} (host {clip(str(host))})" for rank, host in places)

@@ -54,32 +54,25 @@ def path_option(default: str, help: str) -> Any:
 class RunSettings:
     """The settings for what is trained, and those that all parts of the code need."""
 
-    preset: str = option(
-        "", f"Start from the settings of a preset, which config files and flags override: {', '.join(PRESETS)}."
-    )
+    preset: str = option("", f"Preset to start from, which config files and flags override: {', '.join(PRESETS)}.")
 
     plugin: str = option("", PLUGIN_USAGE)
     model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
     epochs: int = option(30, "Number of passes over the training data.", low=1, high=100_000)
     minutes: float = option(
         0.0,
-        "Time limit for a new run, in minutes: --epochs is lowered, but not below 1, to fit the measured speed of "
-        "a few steps; 0: no limit.",
+        "Time limit for a new run: lowers --epochs (minimum 1) to fit the measured speed of a few steps; 0: no limit.",
         low=0,
         high=100_000,
     )
     batch_size: int | Literal["auto"] = option(
         16,
-        "Images per GPU (or CPU rank) in each micro-batch; auto: the largest number that fits, with the same "
-        "--global-batch.",
+        "Images per GPU (or CPU rank) and micro-batch; auto: the largest that fits, with the same --global-batch.",
         low=1,
         high=LARGEST_BATCH,
     )
     gradient_accumulation_steps: int = option(
-        1,
-        "Micro-batches per optimizer step; BatchNorm uses the statistics of each micro-batch separately.",
-        low=1,
-        high=4096,
+        1, "Micro-batches per optimizer step; BatchNorm uses each micro-batch's own statistics.", low=1, high=4096
     )
     global_batch: int = option(
         0,
@@ -97,12 +90,8 @@ class RunSettings:
     )
 
     # Model.
-    pretrained: bool = option(
-        False, "Start from the model's published weights (needs internet access or the hub's cache)."
-    )
-    weights: str = path_option(
-        "", "Start from the weights in a local file: safetensors, or a pickle that contains only tensors."
-    )
+    pretrained: bool = option(False, "Start from the model's published weights (needs internet or the hub's cache).")
+    weights: str = path_option("", "Local weights to start from: safetensors, or a pickle that contains only tensors.")
     tune: str = option(
         "full",
         f"Which part of a pretrained model to train: {TUNE_USAGE} (the last N layers, or adapters of rank R). The "
@@ -114,33 +103,19 @@ class RunSettings:
         "Caching gives the same weights sooner, but requires --augmentation none.",
     )
     solver: Literal["steps", "lbfgs"] = option(
-        "steps",
-        "How to train the head; steps: with the optimizer; lbfgs: by finding the minimum of cross-entropy plus L2 "
-        "decay directly, without epochs.",
-        part_of="features:cached",
+        "steps", "lbfgs: find the minimum of cross-entropy plus L2 decay, without epochs.", part_of="features:cached"
     )
     ensemble_members: str = option(
-        "mobilenet,efficientnet,vgg",
-        f"Names of up to {MOST_MEMBERS} models, comma-separated.",
-        part_of="model_type:ensemble",
+        "mobilenet,efficientnet,vgg", f"Up to {MOST_MEMBERS} models, comma-separated.", part_of="model_type:ensemble"
     )
     head_epochs: int = option(
-        2,
-        "mobilenet_finetuned: number of epochs that train only the new head, before all layers are trained.",
-        low=0,
-        high=100_000,
+        2, "mobilenet_finetuned: epochs to train only the new head before training all layers.", low=0, high=100_000
     )
     backbone_learning_rate_scale: float = option(
-        0.1,
-        "Learning rate of the backbone, as a fraction of the head's learning rate.",
-        above=0,
-        high=1,
-        part_of="head_epochs",
+        0.1, "Learning rate of the backbone as a fraction of the head's.", above=0, high=1, part_of="head_epochs"
     )
     stem: Literal["auto", "keep"] = option(
-        "auto",
-        "Stride of the first layer; auto: 1 instead of 2 for images smaller than 64 pixels; keep: the network's "
-        "own stride.",
+        "auto", "First layer's stride; auto: 1 instead of 2 for images below 64 pixels; keep: the network's stride."
     )
     dropout: float | Literal["auto"] = option(
         "auto",
@@ -156,13 +131,10 @@ class RunSettings:
         low=0,
         high=0.99,
     )
-    activation_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass, which takes more time but less memory."
-    )
+    activation_checkpointing: bool = option(False, "Recompute activations during backward: less memory, more time.")
     sync_batchnorm: bool = option(False, "Compute BatchNorm statistics over all GPUs instead of per rank.")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
-        "auto",
-        "Number format of the computation; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPUs.",
+        "auto", "Number format to compute in; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPUs."
     )
     seed: int = option(0, "Seed for initial weights, sample order, augmentation and dropout.", low=0, high=2**31 - 1)
 

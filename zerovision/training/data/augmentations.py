@@ -125,9 +125,8 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
     if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):
         raise UserError(
             f"--augmentation randaugment:{one_line(given.randaugment, 100)}: expected timm's format, such as "
-            f"{RANDAUGMENT} or rand-m7-n2-mstd0.5-inc1: m is the magnitude, n the number of operations, p their "
-            "probability, mstd the standard deviation of m; inc1 selects operations that become stronger with m, and t "
-            "another set of operations."
+            f"{RANDAUGMENT} or rand-m7-n2-mstd0.5-inc1, with the magnitude m, n operations, their probability p, the "
+            "standard deviation mstd of m, inc1 for effects that grow with m, and the set of operations t."
         )
     scale = _read_range("--crop-scale", given.crop_scale, 1)
     ratio = _read_range("RATIO of --crop-scale", given.crop_ratio, _LARGEST_RATIO)

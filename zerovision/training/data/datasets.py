@@ -337,9 +337,7 @@ def _check_sizes(
     if smallest > min(sides(size)):
         raise UserError(f"--progressive-size {ramp_given}: images grow to {size} pixels: begin below that.")
     if any(there < here for there, here in zip(sides(eval_size), sides(size), strict=True)):
-        raise UserError(
-            f"--image-size {size}:{eval_size}: validation images need {size} pixels or more, as in training."
-        )
+        raise UserError(f"--image-size {size}:{eval_size}: validation needs at least {size} pixels, as in training.")
     if (augmentation.shift_pixels or 0) >= smallest:
         raise UserError(
             f"--shift-pixels {augmentation.shift_pixels}: images of {smallest} pixels can be shifted by at most "

@@ -122,18 +122,15 @@ class DataFields:
 
     data: str = path_option(
         "digits",
-        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: one folder per class, or train/ "
-        "and val/).",
+        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: class folders, or train/ and val/).",
     )
     data_root: str = path_option(
-        DATA_ROOT,
-        "Folder for torchvision's data sets and for caches; if set, paths in a table are also relative to it.",
+        DATA_ROOT, "Folder for torchvision's data sets and caches; if set, paths in a table are also relative to it."
     )
     path_column: str = option(
         "",
-        "Table column that contains the images' paths; default: path, or image as in the output of predict. In "
-        "Parquet files: column that contains the images. In tar files: extension of the images to use, such as "
-        "jpg, if a sample has several.",
+        "Table column with the images' paths; default: path, or image as predict writes it. In Parquet files: column "
+        "of images. In tar files: extension of the images, such as jpg, if a sample has several.",
     )
     label_column: str = option(
         "label",
@@ -141,8 +138,7 @@ class DataFields:
         "or the columns A,B,..., one per class, which contain 1 or 0.",
     )
     task: Literal["multiclass", "multilabel"] = option(
-        "multiclass",
-        "multilabel: an image in a table can have any number of classes, and each class is predicted separately.",
+        "multiclass", "multilabel: images in a table have any number of classes, each of which is predicted separately."
     )
     label_separator: str = option(
         "",
@@ -176,24 +172,18 @@ class DataFields:
         high=LARGEST_IMAGE_SIZE,
     )
     eval_image_size: int | str = option(
-        0,
-        "Size of the validation images; 0: the same as in training.",
-        low=0,
-        high=LARGEST_IMAGE_SIZE,
-        part_of="image_size",
+        0, "Size of the validation images; 0: as in training.", low=0, high=LARGEST_IMAGE_SIZE, part_of="image_size"
     )
     eval_crop: float | Literal["auto"] = option(
         "auto",
-        "Share of a photograph's shorter side that validation keeps; auto: the value of the starting weights, or "
-        "0.875.",
+        "Share of a photograph's shorter side that validation keeps; auto: as for the starting weights, or 0.875.",
         low=0.5,
         high=1,
     )
     fit: Literal["auto", "crop", "pad", "squash"] = option(
         "auto",
-        "How to fit images to --image-size: crop the center, pad with bars, or squash, which changes the aspect "
-        "ratio; auto: crop for photographs, squash for arrays. With pad and squash, --augmentation auto does not "
-        "crop.",
+        "How to fit images to --image-size: crop the center, pad with bars, or squash; auto: crop for photographs, "
+        "squash for arrays. With pad and squash, --augmentation auto does not crop.",
     )
     interpolation: Literal["auto", "bilinear", "bicubic"] = option(
         "auto", "Filter for resizing, with antialiasing; auto: the filter of the starting weights, or bilinear."
@@ -206,9 +196,7 @@ class DataFields:
         high=MOST_IMAGE_CHANNELS,
     )
     progressive_size: str = option(
-        "",
-        f"{SIZE_USAGE}: training images have LOW pixels through epoch FIRST (counted from 0), then grow to "
-        "--image-size by epoch LAST.",
+        "", f"{SIZE_USAGE}: train at LOW pixels through epoch FIRST (from 0), then grow to --image-size by epoch LAST."
     )
     augmentation: str = option("auto", f"Training augmentation, one of {', '.join(('auto', *AUGMENTATIONS))}.")
     randaugment: str = option(
@@ -219,21 +207,15 @@ class DataFields:
     )
     crop_scale: str = option(CROP_SCALE, "Smallest and largest area of a crop, as fractions of the image's area.")
     crop_ratio: str = option(
-        CROP_RATIO,
-        "Smallest and largest aspect ratio of a crop, width / height (multiplied by W/H with --image-size HxW).",
-        part_of="crop_scale",
+        CROP_RATIO, "Range of a crop's width / height (multiplied by W/H with --image-size HxW).", part_of="crop_scale"
     )
     mirror: Literal["auto", "off", "random", "alternate"] = option(
-        "auto",
-        "Horizontal mirroring; random: half of the time; alternate: in every other epoch; auto: as --augmentation "
-        "does.",
+        "auto", "Horizontal flips; random: half the time; alternate: every other epoch; auto: as --augmentation does."
     )
     shift_pixels: int | Literal["auto"] = option(
         "auto", "Largest shift in pixels; 0: no shift; auto: as --augmentation does.", low=0, high=LARGEST_IMAGE_SIZE
     )
-    shift_padding: Literal["zeros", "reflect"] = option(
-        "zeros", "How to fill the edges of a shifted image.", part_of="shift_pixels"
-    )
+    shift_padding: Literal["zeros", "reflect"] = option("zeros", "How to fill shifted edges.", part_of="shift_pixels")
     color_jitter: float = option(
         0.0, "Largest change of brightness, contrast and saturation, as a fraction; 0: no change.", low=0, high=1
     )
@@ -244,24 +226,14 @@ class DataFields:
     mixup: float = option(
         0.0, "Alpha of mixup, which blends the images and targets of a micro-batch; 0: off.", low=0, high=100
     )
-    cutmix: float = option(
-        0.0, "Alpha of cutmix, which pastes in a rectangle from another image; 0: off.", low=0, high=100
-    )
+    cutmix: float = option(0.0, "Alpha of cutmix, which pastes a rectangle of another image; 0: off.", low=0, high=100)
     mixup_probability: float = option(1.0, "Probability of applying mixup or cutmix to a micro-batch.", low=0, high=1)
     mixup_switch_probability: float = option(
         0.5, "Probability of cutmix instead of mixup if both are on.", low=0, high=1, part_of="mixup_probability"
     )
-    mixup_off_epochs: int = option(
-        0,
-        "Number of epochs at the end of the run without mixup and cutmix.",
-        low=0,
-        high=100_000,
-        part_of="mixup_probability",
-    )
+    mixup_off_epochs: int = option(0, "Final epochs without mixing.", low=0, high=100_000, part_of="mixup_probability")
     sampling: Literal["uniform", "balanced"] = option(
-        "uniform",
-        "uniform: draw each sample once per epoch; balanced: draw the same number of samples in total, but "
-        "equally many from each class.",
+        "uniform", "uniform: each sample once per epoch; balanced: as many samples in total, equally many per class."
     )
     order: Literal["random", "shards"] = option(
         "random",
@@ -272,10 +244,7 @@ class DataFields:
         4096, "Number of consecutive samples to shuffle together.", low=1, high=10**9, part_of="order:shards"
     )
     repeated_augmentation: int = option(
-        1,
-        "Copies of each sample in an epoch, each augmented differently; the length of the epoch does not change.",
-        low=1,
-        high=64,
+        1, "Copies of each sample per epoch, each augmented differently; epochs keep their length.", low=1, high=64
     )
     decode: Literal["cpu", "exact", "numbers"] = option(
         "cpu", f"How to decode image files. {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
@@ -296,8 +265,7 @@ class DataFields:
         high=MOST_MEGAPIXELS,
     )
     bad_images: str = option(
-        "error",
-        f"What to do with unreadable images, one of {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %.",
+        "error", f"What to do with unreadable images: {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %."
     )
 
     @property

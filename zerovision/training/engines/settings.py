@@ -29,9 +29,7 @@ class ShardingSettings(DataSettings):
 
     strategy: str = option("ddp", f"How to shard the training state, one of {', '.join(STRATEGIES)}.")
     offload: Literal["none", "optimizer", "all"] = option(
-        "none",
-        "Training state to keep in CPU memory; optimizer: the optimizer state (stages 2 and 3); all: also the "
-        "parameters (stage 3). About 30 % slower.",
+        "none", "Keep optimizer state (stages 2, 3) or also parameters (all: stage 3) in CPU memory; about 30 % slower."
     )
     engine: Literal["auto", "deepspeed", "torch"] = option(
         "auto",
@@ -39,8 +37,7 @@ class ShardingSettings(DataSettings):
         "or deepspeed for settings that only DeepSpeed supports.",
     )
     replicate_across: Literal["none", "nodes"] = option(
-        "none",
-        "nodes: shard within each machine and replicate across machines (stages 2 and 3; not with --engine deepspeed).",
+        "none", "nodes: shard within machines, replicate across machines (stages 2, 3; not with --engine deepspeed)."
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
@@ -50,8 +47,7 @@ class ShardingSettings(DataSettings):
     )
     threads_per_rank: int = option(
         0,
-        "CPU threads per rank; 0: as in the checkpoint, or cores / ranks in a new run. A different number changes "
-        "the last bits of the results.",
+        "CPU threads per rank; 0: as in the checkpoint, or cores / ranks. A different number changes the last bits.",
         low=0,
         high=1024,
     )

@@ -25,15 +25,12 @@ class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
     log_hashes: int = option(
         0, "Number of steps between hashes of images and weights, for scripts/bisect_runs.py; 0: no hashes.", low=0
     )
-    audit: int = option(
-        0, "Number of steps between checks in which one rank verifies another rank's gradients; 0: no checks.", low=0
-    )
+    audit: int = option(0, "Steps between checks of one rank's gradients by another rank; 0: no checks.", low=0)
     progress: Literal["auto", "bar", "lines", "off"] = option(
         "auto", "Progress display in the console; auto: a bar in a terminal; off: only start, result and problems."
     )
     loggers: str = option(
-        "tensorboard",
-        "Where to send curves: any of tensorboard, wandb, mlflow and trackio, separated by commas; or none.",
+        "tensorboard", "Where to send curves: any of tensorboard, wandb, mlflow and trackio, comma-separated; or none."
     )
     tensorboard: bool = option(True, "Write TensorBoard event files; false overrides --loggers.")
     report: bool = option(True, "When the run ends, write report.html, which shows the run on one page.")

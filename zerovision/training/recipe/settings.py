@@ -23,21 +23,15 @@ class RecipeSettings(RunSettings):
     momentum: float = option(0.9, "Momentum, for optimizers such as sgd.", low=0, high=0.9999, part_of="optimizer")
     fallback_optimizer: str = option(
         "adamw",
-        f"With {', '.join(MATRIX_RULES)}: optimizer for the head and for everything except matrices and "
-        "convolutions. NAME:SCALE:OPTIONS, such as adamw:0.3:betas=0.85/0.95, also scales --learning-rate for "
-        "this optimizer and sets its arguments.",
+        f"With {', '.join(MATRIX_RULES)}: optimizer for the head and everything except matrices and convolutions. "
+        "NAME:SCALE:OPTIONS, such as adamw:0.3:betas=0.85/0.95, scales --learning-rate for it and sets its arguments.",
     )
     optimizer_options: str = option(
-        "",
-        "Arguments of the optimizer, such as betas=0.9/0.95,eps=1e-6. Possible names: "
-        f"{', '.join(sorted(OPTION_READERS))}.",
-        part_of="optimizer",
+        "", f"Arguments, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}.", part_of="optimizer"
     )
     weight_decay: float = option(0.05, "Weight decay (decoupled in adamw); see also --no-weight-decay.", low=0, high=10)
     no_weight_decay: Literal["vectors", "model"] = option(
-        "vectors",
-        "Parameters without weight decay; vectors: biases and norms; model: also parameters that a timm model "
-        "excludes.",
+        "vectors", "No weight decay for vectors (biases, norms), or also for parameters that a timm model excludes."
     )
     layer_decay: float = option(
         1.0, "Learning rate of each layer, as a fraction of the next layer's learning rate.", above=0, high=1
@@ -51,9 +45,7 @@ class RecipeSettings(RunSettings):
         high=0.999999,
     )
     lookahead: int = option(
-        0,
-        "Number of steps after which the weights move halfway back to slow weights (timm's default is 6); 0: off.",
-        low=0,
+        0, "Steps after which the weights move halfway back to slow weights (timm's default is 6); 0: off.", low=0
     )
     warmup_epochs: float | Literal["auto"] = option(
         "auto",
@@ -63,9 +55,8 @@ class RecipeSettings(RunSettings):
     )
     schedule: str = option(
         "cosine",
-        f"How the learning rate falls after the warm-up: {'; '.join(form.usage for form in SCHEDULES.values())}. "
-        "wsd stands for warm-up, stable, decay. EPOCHS may be auto or omitted, which means a third of the run for "
-        "step and a fifth for wsd.",
+        f"How the learning rate falls after the warm-up: {'; '.join(form.usage for form in SCHEDULES.values())}. wsd: "
+        "warm-up, stable, decay. EPOCHS may be auto or omitted: a third of the run for step, a fifth for wsd.",
     )
     final_learning_rate_scale: float = option(
         0.01,

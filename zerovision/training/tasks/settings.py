@@ -36,16 +36,12 @@ class TaskSettings(RunSettings):
     loss: str = option(
         "cross_entropy",
         f"Training loss, one of {', '.join(LOSSES)}. bce: binary cross-entropy of each class, averaged over the "
-        "classes; supcon: supervised contrastive loss, which trains features for a head that you train "
-        "afterwards.",
+        "classes; supcon: supervised contrastive loss, which trains features for a head to train afterwards.",
     )
-    temperature: float = option(
-        0.1, "Temperature that the cosine similarities are divided by.", low=0.001, high=100, part_of="loss:supcon"
-    )
+    temperature: float = option(0.1, "Divisor of the cosine similarities.", low=0.001, high=100, part_of="loss:supcon")
     gradient_cache: int = option(
         0,
-        "Number of images to pass through the network at a time (the loss still compares all images of a step); "
-        "0: --batch-size.",
+        "Images to pass through the network at a time; the loss still compares all images of a step; 0: --batch-size.",
         low=0,
         high=LARGEST_BATCH,
         part_of="loss:supcon",
@@ -56,21 +52,14 @@ class TaskSettings(RunSettings):
         "has weight ALPHA (1 by default), and --loss has weight 1 - ALPHA.",
     )
     teacher: str = path_option(
-        "",
-        "Teacher for --distill: a run's name or folder, a safetensors file, or timm:NAME for a timm model with "
-        "its published weights.",
+        "", "Teacher for --distill: a run's name or folder, a safetensors file, or timm:NAME with published weights."
     )
     teacher_classes: str = path_option(
-        "",
-        "File with the class name of each output of --teacher, one per line; default: the teacher's own class names.",
+        "", "File with the class name of each output of --teacher, one per line; default: the teacher's own names."
     )
     label_smoothing: float = option(0.1, "Share of each target that is spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(
-        0.0,
-        "Targets above this value become 1, and all other targets 0; 0: targets are unchanged.",
-        low=0,
-        high=0.99,
-        part_of="loss:bce",
+        0.0, "Targets above this value become 1, all others 0; 0: no change.", low=0, high=0.99, part_of="loss:bce"
     )
     class_weights: str = path_option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
     best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(

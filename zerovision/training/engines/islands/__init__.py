@@ -24,28 +24,16 @@ class IslandSettings:
 
     local_steps: int = option(
         1,
-        "Number of steps that each island of ranks trains independently before all islands take an outer step "
-        "together (DiLoCo, for slow links); 1: off, so gradients are summed over all ranks in every step. Needs "
-        "--strategy ddp.",
+        "Steps that each island of ranks trains on its own before all islands take an outer step together (DiLoCo, for "
+        "slow links); 1: off, gradients are summed over all ranks in every step. Needs --strategy ddp.",
         low=1,
         high=100_000,
     )
-    islands: int = option(
-        0,
-        "Number of islands, which are equal groups of ranks; 0: one island per machine.",
-        low=0,
-        high=100_000,
-        part_of="local_steps",
-    )
+    islands: int = option(0, "Equal groups of ranks; 0: one per machine.", low=0, high=100_000, part_of="local_steps")
     outer_learning_rate: float = option(0.7, "Learning rate of the outer step of --local-steps.", above=0, high=10)
-    outer_momentum: float = option(
-        0.9, "Nesterov momentum of the outer step.", low=0, high=0.9999, part_of="outer_learning_rate"
-    )
+    outer_momentum: float = option(0.9, "Outer Nesterov momentum.", low=0, high=0.9999, part_of="outer_learning_rate")
     outer_precision: Literal["fp32", "bf16"] = option(
-        "fp32",
-        "Precision of the data that islands exchange; bf16: sends half as many bytes, and adds the rounding "
-        "errors to the next outer step.",
-        part_of="outer_learning_rate",
+        "fp32", "bf16: send half the bytes; add rounding errors to the next outer step.", part_of="outer_learning_rate"
     )
 
 
