@@ -156,7 +156,7 @@ class ExportSettings(ImageSettings, ModelSettings):
         "onnx, torch-export: the model takes any image size, uint8 [N, H, W, C], and returns probabilities and classes."
     )
     output: str = text("Folder for the files; default: export/ in the run's folder, or next to the weights.")
-    check_images: int = number(0, 1, MOST_IMAGES, "Maximum validation images to compare; default: what fits in 2 GB.")
+    check_images: int = number(0, 1, MOST_IMAGES, "Limit on validation images to compare; default: what fits in 2 GB.")
     calibration_images: int = number(256, 1, MOST_IMAGES, "int8: training images used to measure activation ranges.")
     max_accuracy_loss: float = number(
         1.0, 0.0, 100.0, "Percentage points of top-1 accuracy that the file may lose.", kind="percentage points"
@@ -183,7 +183,7 @@ class ReportSettings(CommandSettings):
     """
 
     runs: Iterable[str] = word("RUN", "A run's name or folder; several runs are compared.", nargs="+")
-    output: str = text("File to write; default: report.html in the run's folder, or here for several runs.")
+    output: str = text("File to write; default: report.html in the run's folder, or the current one for several runs.")
     watch: bool = switch("Update the page while the run trains, until it ends.")
 
     def look(self) -> None:

@@ -54,7 +54,7 @@ def path_option(default: str, help: str) -> Any:
 class RunSettings:
     """The settings for what is trained, and those that all parts of the code need."""
 
-    preset: str = option("", f"Preset to start from, which config files and flags override: {', '.join(PRESETS)}.")
+    preset: str = option("", f"Preset to start from, overridden by config files and flags: {', '.join(PRESETS)}.")
 
     plugin: str = option("", PLUGIN_USAGE)
     model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")

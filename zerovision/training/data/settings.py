@@ -233,7 +233,7 @@ class DataFields:
     )
     mixup_off_epochs: int = option(0, "Final epochs without mixing.", low=0, high=100_000, part_of="mixup_probability")
     sampling: Literal["uniform", "balanced"] = option(
-        "uniform", "uniform: each sample once per epoch; balanced: as many samples in total, equally many per class."
+        "uniform", "uniform: each sample once per epoch; balanced: the same number of samples, equally many per class."
     )
     order: Literal["random", "shards"] = option(
         "random",
