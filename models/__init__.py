@@ -84,7 +84,7 @@ def check_model_name(name: str) -> None:
     """
     of_hub = re.sub(r"^(timm:)?hf[-_]?hub:/*", HUB_PREFIX, name, flags=re.IGNORECASE)
     if of_hub.startswith(HUB_PREFIX) and of_hub != name:
-        raise UserError(f"model '{name}': a network of the Hugging Face hub is {of_hub}.")
+        raise UserError(f"model '{name}': to use a network from the Hugging Face hub, write {of_hub}.")
     if name not in MODELS and name.removeprefix(TIMM_PREFIX) in (name, "", *MODELS):
         from zerovision.models.timm_models import name_in_timm  # imported late, only for a wrong name
 

@@ -168,7 +168,7 @@ def _checked_members(model_type: str, members: Sequence[str]) -> tuple[str, ...]
     if not model_spec(model_type).takes_members:
         return ()
     if len(members) < 2:
-        raise UserError(f"an ensemble needs two members or more, not {len(members)}: ensemble:mobilenet,vgg")
+        raise UserError(f"an ensemble needs at least two members, not {len(members)}, such as ensemble:mobilenet,vgg")
     if len(members) > MOST_MEMBERS:
         raise UserError(f"an ensemble has at most {MOST_MEMBERS} members, not {len(members)}: leave some out")
     for member in members:
@@ -213,7 +213,7 @@ def _create_pretrained(part: Description, make: Callable[..., nn.Module], notes:
     """Create a part with the hub's weights, and note what happened to its head."""
     name, timm_name = part.model_type, part.timm_name
     if timm_name is None:
-        raise UserError(f"model '{name}' has no pretrained weights: leave out --pretrained, or give --weights FILE")
+        raise UserError(f"model '{name}' has no pretrained weights: leave out --pretrained, or use --weights FILE")
     try:
         module = make(part, pretrained=True)
     except UserError as error:
@@ -282,8 +282,8 @@ def put_projection(module: nn.Module, model_type: str, width: int) -> nn.Module:
     classifier = module.get_submodule(names[0]) if len(names) == 1 else None
     if not isinstance(classifier, nn.Linear):
         raise UserError(
-            f"--loss supcon: the head of model '{model_type}' is not one linear layer, which a projection could "
-            "replace: use another model."
+            f"--loss supcon: the head of model '{model_type}' is not a single linear layer, so it cannot be "
+            "replaced with a projection: use another model."
         )
     module.set_submodule(names[0], ProjectionHead(classifier.in_features, width))
     return module

@@ -43,10 +43,10 @@ def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) ->
         except Exception as error:  # the hub's clients raise a dozen types without a common base class
             raise UserError(
                 f"--model-type {model_type}: its {name} could not be read: {reason_of(error)}. Without it, or to "
-                "resume a run, give timm's name of the network, timm:NAME, with --weights FILE for a new run."
+                "resume a run, use timm's name of the network, timm:NAME, with --weights FILE for a new run."
             ) from error
     network = facts.get("architecture") if isinstance(facts, dict) else None
     if not isinstance(network, str) or not timm.is_model(network) or facts.get("model_args"):
         what = "takes model_args" if network and facts.get("model_args") else "names no timm network"
-        raise UserError(f"--model-type {model_type}: its config.json {what}: give timm:NAME and --weights FILE.")
+        raise UserError(f"--model-type {model_type}: its config.json {what}: use timm:NAME and --weights FILE.")
     return f"timm:{network}", found if loads_own else weights

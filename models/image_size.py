@@ -49,7 +49,7 @@ def create_for_image_size(
     name, longer = part.model_type, max(sides(image_size))
     given = f"model '{name}' does not work with {image_size}-pixel images"
     if batch_size == 1 and fit(image_size, 2)[2] is None:
-        raise UserError(f"{given} in batches of 1, but BatchNorm needs more: type --batch-size 2 or more")
+        raise UserError(f"{given} in batches of 1, but BatchNorm needs more: use --batch-size 2 or more")
     made_for = getattr(module, "default_cfg", {}).get("input_size", (3, longer))[-1]
     sizes = sorted({*SIZES_TO_TRY, made_for})
     # Larger sizes come first, because the user's images have at least as many pixels as requested.
@@ -60,7 +60,7 @@ def create_for_image_size(
     working = next((size for size in candidates if fit(size, max(batch_size, 2))[2] is None), None)
     if working is None:
         raise UserError(f"model '{name}' works with no image size from {sizes[0]} to {sizes[-1]} pixels ({failure})")
-    raise UserError(f"{given}; {working} works: type --image-size {working}")
+    raise UserError(f"{given}, but it works with {working} pixels: use --image-size {working}")
 
 
 def _create_and_fit(

@@ -119,7 +119,7 @@ def starting_preparations(
             return []
         raise UserError(
             f"--model-type ensemble:{','.join(names)}: their published weights were trained with pixels normalized in "
-            "different ways: give members that agree, or leave --pretrained out."
+            "different ways: use members that agree, or leave --pretrained out."
         )
     return found
 

@@ -35,7 +35,7 @@ def check_timm_name(name: str) -> None:
     """
     if not timm.is_model(name):
         # The message does not list all names, because timm has more than a thousand.
-        of_hub = " Name its architecture, and give its model.safetensors by --weights FILE." if ":" in name else ""
+        of_hub = " Use the name of its architecture, with its file by --weights FILE." if ":" in name else ""
         hint = name_in_timm(name) or of_hub
         raise UserError(f"unknown model 'timm:{name}': timm {timm.__version__} has no such name.{hint}")
     architecture, _, tag = name.partition(".")
@@ -81,7 +81,7 @@ def check_rates(part: Description, rates: Mapping[str, float]) -> None:
     if rate := rates.get("drop_rate"):
         modules = _modules_with(name, drop_rate=rate)
         if rate not in (one.p if isinstance(one, nn.Dropout) else getattr(one, "drop_rate", 0.0) for one in modules):
-            raise UserError(f"--dropout {rate}: model '{model_type}' takes no dropout: leave it out.")
+            raise UserError(f"--dropout {rate}: model '{model_type}' does not support dropout: leave it out.")
     if rate := rates.get("drop_path_rate"):
         modules = _modules_with(name, drop_path_rate=rate)
         if not any(isinstance(one, DropPath) and one.drop_prob for one in modules):

@@ -106,7 +106,7 @@ def check_finite(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
     """
     if name := not_finite(tensors):
         raise UserError(
-            f"weights file '{path}' holds NaN or infinity in {name!r}: the training that wrote it had diverged"
+            f"weights file '{path}' contains NaN or infinity in {name!r}: the training run that wrote it had diverged"
         )
 
 
@@ -131,7 +131,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
     """
     file = Path(path)
     if not os.path.isfile(file):
-        raise UserError(f"weights file '{path}' does not exist or is not a file: give --weights FILE")
+        raise UserError(f"weights file '{path}' does not exist or is not a file: use --weights FILE")
     try:
         with file.open("rb") as stream:
             is_safetensors = stream.read(9)[8:] == b"{"  # 8 bytes of header length, then JSON
@@ -154,7 +154,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
         reason = str(error).partition("\n")[0] or "nothing in it"
         raise UserError(f"weights file '{path}' cannot be read: {type(error).__name__}: {reason}") from error
     if found is None:
-        raise UserError(f"weights file '{path}' holds no state_dict: save torch.save(model.state_dict(), FILE)")
+        raise UserError(f"weights file '{path}' has no state_dict: save it with torch.save(model.state_dict(), FILE)")
     tensors, notes = found
     if not facts:
         tensors, prefix_notes = without_prefix(path, tensors, names)
@@ -195,7 +195,7 @@ def _check_same_network(
     if missing or unexpected:
         firsts = [f"{kind} {keys[0]!r}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
         raise UserError(
-            f"weights file '{path}' belongs to another model than '{model_type}': {len(missing)} tensors missing, "
+            f"weights file '{path}' belongs to a different model than '{model_type}': {len(missing)} tensors missing, "
             f"{len(unexpected)} unexpected (first {', first '.join(firsts)})"
         )
     for key, shape in _other_shapes(expected, tensors).items():
@@ -203,8 +203,8 @@ def _check_same_network(
         if theirs and (theirs.model_type, theirs.members) == (model_type, ours.members):
             is_size = theirs.image_size != ours.image_size
             cure = f"--image-size {theirs.image_size}" if is_size else f"--image-channels {theirs.image_channels}"
-            raise UserError(f"weights file '{path}' cannot be adapted to such images: {differs}; give {cure}")
-        raise UserError(f"weights file '{path}' belongs to another model than '{model_type}', or size: {differs}")
+            raise UserError(f"weights file '{path}' cannot be adapted to such images: {differs}; use {cure}")
+        raise UserError(f"weights file '{path}' belongs to a different model than '{model_type}', or size: {differs}")
 
 
 def _other_strides(theirs: Description, ours: Description) -> list[str]:
@@ -279,7 +279,7 @@ def without_prefix(path: str, tensors: Mapping[str, Any], names: Collection[str]
         return dict(tensors), []
     if len(prefixes) > 1:
         raise UserError(
-            f"weights file '{path}' holds {len(prefixes)} such networks ({', '.join(map(repr, prefixes))}): "
+            f"weights file '{path}' contains {len(prefixes)} such networks ({', '.join(map(repr, prefixes))}): "
             "save the state_dict of one"
         )
     # For another network, a prefix that all tensors share is not reported as a difference.

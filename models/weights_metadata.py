@@ -220,7 +220,7 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
 def _entries(section: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     for key in keys:
         if key not in section:
-            raise WrongMetadata(f"lacks the metadata '{key}': it is not the model.safetensors of a run")
+            raise WrongMetadata(f"has no metadata '{key}': it is not the model.safetensors of a run")
     return {key: section[key] for key in keys}
 
 

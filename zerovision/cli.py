@@ -45,7 +45,7 @@ def main() -> int:
         from difflib import get_close_matches
 
         near = "".join(f" Did you mean {name}?" for name in get_close_matches(verb, VERBS, 1))
-        print(f"zerovision: unknown command '{verb}': expected {', '.join(VERBS)}.{near}", file=sys.stderr)
+        print(f"zerovision: unknown command '{verb}': expected one of {', '.join(VERBS)}.{near}", file=sys.stderr)
         return 2
     from zerovision.training.base.run_folder import SCRIPTS, TYPED
 

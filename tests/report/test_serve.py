@@ -149,7 +149,7 @@ def test_a_name_of_the_machine_is_an_address_to_listen_on(run):
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.7", "", "a" * 70, "::g"])
 def test_an_address_of_no_machine_is_one_line(run, host):
-    with pytest.raises(UserError, match=r"^cannot listen on .* \([^\[]*\): give another --host or --port\.$"):
+    with pytest.raises(UserError, match=r"^cannot listen on .* \([^\[]*\): use another --host or --port\.$"):
         serve.make_server(ServeSettings(model=str(run), host=host, port=0))
 
 
@@ -172,7 +172,7 @@ def test_silent_connections_take_no_more_threads_than_there_are_for_all(server):
 
 def test_a_port_in_use_is_one_line(server, run):
     port = server.server_address[1]
-    cure = "give another --port, or --port 0 for a free one"
+    cure = "use another --port, or --port 0 for a free one"
     with pytest.raises(UserError, match=rf"^cannot listen on 127\.0\.0\.1:{port} \(the port is in use\): {cure}\.$"):
         serve.make_server(ServeSettings(model=str(run), port=port))
 

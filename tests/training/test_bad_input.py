@@ -99,7 +99,7 @@ def test_images_that_may_be_skipped_are_named(one_bad_image_of_each_of_two_ranks
     flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs")]
     allowed = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags, "--bad-images", "skip:0.05")
     assert allowed.returncode == 0, allowed.stdout + allowed.stderr
-    assert "2 unreadable image(s) skipped" in allowed.stdout
+    assert "2 unreadable images skipped" in allowed.stdout
     assert all(path in allowed.stdout for path in paths)
 
 

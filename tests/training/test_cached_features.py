@@ -162,7 +162,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize(
     ("module", "heads", "line"),
     [
-        (Noisy(nn.Sequential(nn.Dropout(0.1), nn.LayerNorm(192)), nn.Linear(192, 10)), ["head"], "give --drop-path 0"),
+        (Noisy(nn.Sequential(nn.Dropout(0.1), nn.LayerNorm(192)), nn.Linear(192, 10)), ["head"], "use --drop-path 0"),
         (Noisy(nn.BatchNorm1d(192), nn.Linear(192, 10)), ["head"], "between training and evaluation"),
         (
             Noisy(nn.Unflatten(1, (3, 8, 8)), nn.Sequential(nn.Conv2d(3, 10, 8), nn.Flatten())),

@@ -189,7 +189,7 @@ def test_the_classes_of_published_weights_are_told_by_name(teachers, published, 
         "published",
     )
     published(10)
-    assert_user_error(train_here(*given), "has no names for its 10 classes", "give --teacher-classes FILE")
+    assert_user_error(train_here(*given), "has no names for its 10 classes", "use --teacher-classes FILE")
     published(1000)
     assert_user_error(train_here(*given), "has no output for 10 of the 10 classes, such as '0'", "such as 'n01440764'")
     (names := tmp_path / "names.txt").write_bytes(b"\xef\xbb\xbf0\r\n2 \r\n1\r\n")
@@ -231,7 +231,10 @@ def test_a_teacher_answers_in_the_order_of_the_data_however_its_own_are_named(te
     ("flags", "words"),
     [
         (("--distill", "kl:4", "--teacher", "timm:resnet18"), ("--teacher", "resnet18")),
-        (("--distill", "kl:4", "--teacher", "teacher0", "--image-channels", "1"), ("takes images of 3 channel(s)",)),
+        (
+            ("--distill", "kl:4", "--teacher", "teacher0", "--image-channels", "1"),
+            ("needs images with 3 channels",),
+        ),
     ],
 )
 def test_a_mistake_is_one_line(teachers, flags, words):

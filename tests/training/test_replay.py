@@ -115,13 +115,13 @@ def test_a_damaged_checkpoint_and_a_step_that_never_was_are_refused(run, tmp_pat
     (damaged / "checkpoints" / "step-00000-0000003" / shard_name(0)).write_bytes(b"")
     assert_user_error(command_here("replay", str(damaged), "--step", "4"), "step-00000-0000003: no good checkpoint. ")
     assert (damaged / "checkpoints" / "step-00000-0000003").is_dir()
-    assert_user_error(command_here("replay", str(run), "--step", "11"), "--step 11: run two has 10 steps; give 1 to 10")
+    assert_user_error(command_here("replay", str(run), "--step", "11"), "--step 11: run two has 10 steps: use 1 to 10")
     stopped = shutil.copytree(run, tmp_path / "stopped")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     trained = [line for line in lines if json.loads(line).get("step", 0) <= 7]
     trained.append(json.dumps({"kind": "resume", "step": 6, "time": 0.0, "checkpoint": "x", "restarts": 1}) + "\n")
     (stopped / "metrics.jsonl").write_text("".join(trained))
-    told = "--step 8: run stopped has trained 7 of its 10 steps; give 1 to 7"
+    told = "--step 8: run stopped has trained 7 of its 10 steps: use 1 to 7"
     assert_user_error(command_here("replay", str(stopped), "--step", "8"), told)
     (damaged / "environment.json").write_text("{}")
     assert_user_error(command_here("replay", str(damaged), "--step", "4"), "is damaged: no number 'ranks'")

@@ -260,7 +260,7 @@ def test_timm_model_loads_in_timm_by_its_own_name_and_is_profiled(tmp_path):
     result = train_here(*flags, "--image-size", "64", "--run-name", "r", "--log-dir", str(tmp_path), *profile)
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "runs" / "r"
-    assert f"profile of 3 step(s) written: {folder}/profile/trace.json.gz, summary.txt" in result.stdout
+    assert f"profile of 3 steps: {folder}/profile/trace.json.gz, summary.txt" in result.stdout
     with gzip.open(folder / "profile" / "trace.json.gz") as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}
     assert {"forward", "backward", "optimizer"} <= names

@@ -128,7 +128,7 @@ def test_ctrl_c_in_a_python_program_saves_and_interrupts_it(tmp_path, whom, capf
     assert process.returncode == -signal.SIGINT
     assert "the next line" not in output
     *_, last = errors.splitlines()
-    assert last.startswith("KeyboardInterrupt: run digits was stopped: the same call with run_name='digits' and resume")
+    assert last.startswith("KeyboardInterrupt: run digits was stopped: to continue it, repeat the call with run_name")
     assert "[rank0]" not in errors
     wait_for_the_end(lambda: [one for one in psutil.process_iter() if is_alive_in(process.pid, one)])
     here = SETTINGS | {"workers": "0"}  # of which no byte depends

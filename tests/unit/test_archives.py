@@ -240,7 +240,9 @@ def test_only_what_is_in_several_shards_has_an_order_by_shards(tmp_path):
         source = load_data(data).train.source
         config = TrainConfig(data=kind, order="shards", shuffle_window=4)
         if kind == "table":
-            with pytest.raises(UserError, match=r"^--order shards: --data table is not in several shards: give tar or"):
+            with pytest.raises(
+                UserError, match=r"^--order shards: --data table does not consist of several shards: use"
+            ):
                 build_plan(config, source, 1)
             continue
         shards = source.images.shards()[build_plan(config, source, 1).draw_keys(0), 0]
@@ -272,7 +274,7 @@ def test_parquet_with_bytes_of_any_column_and_without_paths_and_labels(tmp_path,
     assert (len(pair.train) + len(pair.val), pair.class_names) == (8, ["x", "y"])
     assert pair.notes[0] == "skipped 2 samples without an image or label"
     assert {*named(pair.train), *named(pair.val)} == {f"a-{number:09}" for number in range(8)}
-    with pytest.raises(UserError, match="has the columns img, fine: give --label-column NAME"):
+    with pytest.raises(UserError, match="has the columns img, fine: use --label-column NAME"):
         load(file)
     plain = write_parquet(tmp_path / "b.parquet", {"jpg": [png()] * 8, "fine": [*"xyxyxyxy"], "label": [0, 1] * 4})
     assert load(plain).class_names == ["0", "1"]
@@ -317,7 +319,7 @@ def test_a_crafted_parquet_file_gets_one_line(tmp_path, write_parquet):
 def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match="Parquet files are read by pyarrow: pip install pyarrow"):
+    with pytest.raises(UserError, match="Parquet files need pyarrow: pip install pyarrow"):
         load(tmp_path / "a.parquet")
 
 
@@ -335,9 +337,12 @@ def joined(file: Path, parts: list[dict[str, bytes]]) -> Path:
 WRONG_SAMPLES = {
     "a photo and a mask": (
         [labelled("1") | {"1.jpg": png()}],
-        r"the sample '1' has several images, \.png and \.jpg: choose one by --path-column png",
+        r"the sample '1' has several images, \.png and \.jpg: choose one with --path-column png",
     ),
-    "one key twice in a row": ([[*labelled("1").items()] * 2], r"the key '1' occurs twice: all files of a sample"),
+    "one key twice in a row": (
+        [[*labelled("1").items()] * 2],
+        r"the key '1' occurs more than once: all files",
+    ),
     "one key appended": (
         [[*labelled("1").items(), *labelled("2").items(), *labelled("1").items()]],
         r"the key '1' occurs twice.*tar --sort=name",

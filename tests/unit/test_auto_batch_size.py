@@ -274,7 +274,7 @@ def test_every_launcher_takes_auto_as_the_batch_size(script):
     config = check_training(given.training)
     assert (config.batch_size, config.global_batch) == ("auto", 512)
     words = ["many" if word == "auto" else word for word in LAUNCHES[script]]
-    with pytest.raises(UserError, match=r"^--batch-size 'many': expected a whole number from 1 up to \d+, or auto\."):
+    with pytest.raises(UserError, match=r"^--batch-size 'many': expected a whole number from 1 to \d+, or auto\."):
         check_training(read_arguments(script, words, {}).training)
 
 

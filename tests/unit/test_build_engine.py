@@ -99,7 +99,7 @@ def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named, tmp_path)
     else:
         with pytest.raises(UserError, match=f"--engine torch does not support {named}: use --engine deepspeed or auto"):
             resolve_engine(asked("torch", tmp_path, keys=keys), plan, model(SMALL))
-    said = f"--audit 5 needs --engine torch; other settings need deepspeed, the only engine with {named}: leave one out"
+    said = f"--audit 5 needs --engine torch, but other settings need deepspeed, the only engine with {named}"
     with pytest.raises(UserError, match=said):
         resolve_engine(asked("auto", tmp_path, keys=keys), plan, model(SMALL), "--audit 5")
 

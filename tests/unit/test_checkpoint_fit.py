@@ -171,7 +171,7 @@ def test_positions_beyond_the_run_do_not(epoch, step):
     line = refusal(found(Progress(epoch, step)))
     assert f"epoch {epoch}, step {step}" in line
     assert "5 epochs of 7 steps." in line
-    assert (f"Give --epochs {epoch} or more, or another --run-name." in line) == (epoch > 5)
+    assert (f"Use --epochs {epoch} or more, or another --run-name." in line) == (epoch > 5)
 
 
 # The global batch.
@@ -257,12 +257,12 @@ def test_the_global_batch_gives_the_accumulation_steps():
         (
             {"global_batch": 32},
             8,
-            "--batch-size 8 x 8 ranks does not divide --global-batch of 32: use --batch-size 1, 2 or 4.",
+            "--batch-size 8 x 8 ranks does not divide --global-batch 32: use --batch-size 1, 2 or 4.",
         ),
         (
             {"global_batch": 64, "gradient_accumulation_steps": 3},
             4,
-            "needs 2 of them for --global-batch of 64: leave it out.",
+            "--global-batch 64 needs 2 at this --batch-size: leave it out.",
         ),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_global_batch_that_cannot_be_is_refused_with_the_nearest(changes, rank
 
 
 def test_another_global_batch_than_the_checkpoints_is_refused():
-    with pytest.raises(UserError, match=r"--global-batch 32: the checkpoint's is 16\."):
+    with pytest.raises(UserError, match=r"--global-batch 32: the checkpoint was made with 16\."):
         keep_global_batch(dataclasses.replace(CONFIG, global_batch=32), found(), world_of(2))
 
 

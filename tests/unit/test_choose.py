@@ -246,7 +246,7 @@ def test_one_word_trains_a_folder_and_python_chooses_the_same(tmp_path, monkeypa
     assert config["minutes"] == 0  # which the epochs are of now
     said = first.stdout
     assert (run / "choice.txt").read_text() in said
-    assert "1 unreadable image(s) skipped" in said
+    assert "1 unreadable image skipped" in said
     scores = json.loads((run / "evaluation" / "scores.json").read_text())
     worst = min(one["recall"] for one in scores["classes"])
     assert f"accuracy     {100 * scores['top1']:.2f} % of {scores['samples']} images held out" in said

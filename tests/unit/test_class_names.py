@@ -132,7 +132,7 @@ SPELLINGS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "years": (["1990", "2001"], ["1990", "2001"], ""),
     "twenty digits": (["12345678901234567890", "2"], ["12345678901234567890", "2"], ""),
     "fractions": (["1.0", "2.0"], ["1.0", "2.0"], "all are numbers such as 1.0"),
-    "measurements": (["0.37", "1.25"], ["0.37", "1.25"], "if they are measurements, give another --label-column"),
+    "measurements": (["0.37", "1.25"], ["0.37", "1.25"], "if they are measurements, use another --label-column"),
     "truth": (["True", "False"], ["True", "False"], ""),
     "blanks at the ends": (["cat", "cat ", " cat", "dog\t"], ["cat", "dog"], ""),
     "blanks of other kinds": (["cat\N{NO-BREAK SPACE}", "\N{IDEOGRAPHIC SPACE}dog"], ["cat", "dog"], ""),
@@ -234,7 +234,7 @@ def test_numbers_index_the_names_that_are_given(source, tmp_path):
     assert found == ["wren", NFC, "ant"], "in the order of their numbers"
     with pytest.raises(UserError, match=r"has 2 class names and the label 2; expected a number below 2"):
         outcome(make(tmp_path / "few", [0, 2, 1], ["wren", "ant"]), tmp_path)
-    with pytest.raises(UserError, match=r"class names occur twice, first 'crane'"):
+    with pytest.raises(UserError, match=r"repeated class names, such as 'crane'"):
         outcome(make(tmp_path / "twice", [0, 2, 1], ["crane", "ant", "crane"]), tmp_path)
 
 

@@ -154,17 +154,17 @@ def test_of_several_labels_one_class_with_and_without_images_is_enough(score, va
     if cure is None:
         assert check_best_by(score, data, 100, 1)
         return
-    with pytest.raises(UserError, match=f"--best-by {score} .* all 10 .* images or none: give --best-by {cure}"):
+    with pytest.raises(UserError, match=f"--best-by {score} .* all 10 .* images or none: use --best-by {cure}"):
         check_best_by(score, data, 100, 1)
 
 
 @pytest.mark.parametrize(
     ("score", "val_counts", "samples", "ranks", "complaint"),
     [
-        ("auroc", [0, 9], 9, 1, "each class has all 9 validation images or none: give --best-by top1"),
+        ("auroc", [0, 9], 9, 1, "each class has all 9 validation images or none: use --best-by top1"),
         ("map", [0, 9], 9, 1, "--best-by map needs images with and without a class"),
         ("auroc", [1] * 20_000, 100_000, 1, "100000 images x 20000 classes take 8 GB of each of 1 rank"),
-        ("map", [1] * 20_000, 100_000, 1, "give more ranks, or --best-by macro_f1 or balanced_accuracy."),
+        ("map", [1] * 20_000, 100_000, 1, "use more ranks, or --best-by macro_f1 or balanced_accuracy."),
         ("map", [1] * 20_000, 100_000, 2, None),
         ("map", [1, 8], 9, 1, None),
         ("macro_f1", [0, 9], 9, 1, None),

@@ -629,7 +629,7 @@ def test_no_mark_is_left_in_this_environment() -> None:
         ("", "eth", ""),
         ("", "ib,enp", ""),
         ("", "=eth0", ""),
-        ("", "=eth", "NCCL_SOCKET_IFNAME '=eth' matches no interface, this machine has enp3s0, eth0, eth1, lo"),
+        ("", "=eth", "NCCL_SOCKET_IFNAME '=eth' matches no interface; this machine has enp3s0, eth0, eth1, lo"),
         ("", "=ib0,eth1:1234", ""),
         ("", "ib", "NCCL_SOCKET_IFNAME 'ib' matches no interface"),
         ("", "^ib", ""),

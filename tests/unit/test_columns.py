@@ -146,7 +146,7 @@ def test_a_test_part_alone_can_be_loaded_as_a_whole_and_is_no_training(source, t
     options = DataOptions(data=str(data), image_size=16)
     assert parts_there(list_images(options)) == ["test"]
     assert len(load_data(options, "test").val) == (6 if source == "folder" else 24)
-    with pytest.raises(UserError, match="has no training image: add a folder train/"):
+    with pytest.raises(UserError, match="has no training images: add a folder train/"):
         load_data(options)
 
 
@@ -223,7 +223,7 @@ def test_names_with_blanks_are_names_where_lists_are_written_otherwise(tmp_path)
 def test_what_cannot_be_told_is_refused_until_the_separator_is_said(cells, separator, names, tmp_path):
     options = {"task": "multilabel", "label_column": "labels"}
     data = make_table(tmp_path / "set", rows(labels=cells))
-    with pytest.raises(UserError, match=r"column labels: '.*' may be one label or several, .*give --task"):
+    with pytest.raises(UserError, match=r"column labels: '.*' may be one label or several, .*use --task"):
         load(data, **options)
     assert load(data, **options, label_separator=separator).class_names == names
 

@@ -194,7 +194,7 @@ def test_a_field_may_be_a_number_or_auto(words, value, tmp_path):
     assert config.warmup_epochs == value
     write_json(tmp_path / "config.json", dataclasses.asdict(config))
     assert read_config_file(tmp_path / "config.json")["warmup_epochs"] == value
-    with pytest.raises(UserError, match=r"--warmup-epochs 'none': expected a number from 0 up to \d+, or auto"):
+    with pytest.raises(UserError, match=r"--warmup-epochs 'none': expected a number from 0 to \d+, or auto"):
         parse_args(["--warmup-epochs", "none"])
     with pytest.raises(UserError, match=r"--warmup-epochs 31\.0: the run has only 30 epochs"):
         parse_args(["--warmup-epochs", "31"])

@@ -176,7 +176,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with preserved_process(), pytest.raises(UserError) as refusal:
         start_world()
-    said = f"torch {torch.__version__} cannot use the 2 GPU(s) of this machine: Found no NVIDIA driver"
+    said = f"torch {torch.__version__} cannot use the 2 GPUs of this machine: Found no NVIDIA driver"
     assert said in str(refusal.value)
     assert "CUDA_VISIBLE_DEVICES= " in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -230,7 +230,7 @@ def test_ranks_on_one_gpu_are_refused_in_nccls_stead(monkeypatch) -> None:
     """What NCCL says if CUDA_VISIBLE_DEVICES is one GPU, the same for all."""
     error = dist.DistBackendError("ncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on")
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=error))
-    with preserved_process(), pytest.raises(UserError, match=r"^several ranks were given one GPU[^\n]*$"):
+    with preserved_process(), pytest.raises(UserError, match=r"^several ranks share one GPU[^\n]*$"):
         start_world()
 
 

@@ -241,7 +241,7 @@ def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
     loader = Loader(load_data(DataOptions(bad_images="skip")).val, EvaluationPlan(360, 8, 1), 0)
     loader.bad_images = dict.fromkeys("edcba", "cut")
     assert list(bad_images.bad_image_lines([loader], world)) == [
-        "5 unreadable image(s) skipped: a (cut), b (cut), c (cut), d (cut), e (cut)"
+        "5 unreadable images skipped: a (cut), b (cut), c (cut), d (cut), e (cut)"
     ]
     with pytest.raises(UserError, match="more than 1 of 360 images"):
         bad_images.check_bad_images(loader, world)

@@ -204,8 +204,8 @@ def test_the_folder_of_a_run_is_known_by_its_files(call, run, digit_folder, tmp_
     fingerprint = load_data(DataOptions(data=str(here / "photos"), image_size=8)).fingerprint
     (own / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint}))
     for folder, problem in (
-        (tmp_path, "'photos', which the run was trained on, is not here: give --data with its full path"),
-        (elsewhere, "'photos' here is not the folder of that name which the run was trained on, or has changed"),
+        (tmp_path, "'photos', which the run was trained on, is not here: use --data with its full path"),
+        (elsewhere, "'photos' here is not the folder of that name that the run was trained on, or has changed"),
     ):
         monkeypatch.chdir(folder)
         code, _, err = call("evaluate", own)
@@ -280,7 +280,7 @@ def test_images_of_one_class_may_be_allowed(call, run, digit_folder, tmp_path, k
         data = tmp_path / "one.csv"
         data.write_text("path,label\n" + "".join(f"{path},3\n" for path in files))
     code, _, err = call("evaluate", run, "--data", data)
-    assert (code, "the data lacks 9 of the model's 10 classes" in err) == (2, True), err
+    assert (code, "the data has no images of 9 of the model's 10 classes" in err) == (2, True), err
     assert call("evaluate", run, "--data", data, "--allow-missing-classes", "--output", tmp_path / "out")[0] == 0
     facts = read_json(tmp_path / "out" / "scores.json")
     assert {one["name"]: one["support"] for one in facts["classes"] if one["support"]} == {"3": len(files)}
@@ -410,7 +410,7 @@ def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_pa
     first, second, total = err.splitlines()
     assert first.startswith(f"predict: skipped '{tmp_path / 'broken.png'}': ")
     assert second == f"predict: skipped '{tmp_path / 'gone.jpg'}': No such file or directory"
-    assert total == "predict: 2 image(s) could not be read"
+    assert total == "predict: 2 images could not be read"
 
 
 def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pictures, tmp_path):
@@ -426,7 +426,7 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
         f"predict: note on '{tmp_path / 'a.gif'}': several frames or pages: the first is used",
         f"predict: skipped '{tmp_path / 'endless.jpg'}': {refused}",
         f"predict: skipped '{tmp_path / 'pipe.jpg'}': {refused}",
-        "predict: 2 image(s) could not be read",
+        "predict: 2 images could not be read",
     ]
 
 
@@ -501,7 +501,7 @@ def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, t
     many = "".join(f"{path}\n" for path in sorted(pictures.rglob("*.png")) * 20).encode()
     code, out, err = call("predict", run, "-", "--format", "json", "--output", full, stdin=many)
     assert (code, out) == (2, "")
-    assert err == f"predict: cannot write into '{full}': No space left on device. Give --output another file.\n"
+    assert err == f"predict: cannot write into '{full}': No space left on device. Use another --output file.\n"
     assert full.read_text() == "old\n"
     assert {path.name for path in small_disk.iterdir()} == {"labels.jsonl", "filler"}
 
@@ -620,7 +620,7 @@ def test_weights_that_are_not_finite_are_refused(call, run, tmp_path, script, wo
     save_weights(path, state, **metadata)
     code, out, err = call(script, path, *words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert f"'{path}' holds NaN or infinity in '{next(iter(state))}'" in err
+    assert f"'{path}' contains NaN or infinity in '{next(iter(state))}'" in err
 
 
 HOSTILE = [
@@ -726,7 +726,7 @@ def test_weights_outside_a_run_need_their_data(call, run, tmp_path):
     code, _, err = call("evaluate", alone)
     assert (code, err) == (
         2,
-        "evaluate: these weights are not in a run's folder, so their data is not known: give --data.\n",
+        "evaluate: these weights are not in a run's folder, so the data is not known: add --data.\n",
     )
     assert call("evaluate", alone, "--data", "digits")[0] == 0
     assert read_json(tmp_path / "weights-evaluation" / "scores.json")["samples"] == 360
@@ -742,4 +742,4 @@ def test_predict_explains(call, run, pictures, tmp_path):
     ]
     assert Image.open(tmp_path / "why" / "00001-00.png").size == (SIZE, SIZE)
     code, _, error = call("predict", run, pictures, "--explain", tmp_path)
-    assert (code, error) == (2, f"predict: --explain {tmp_path}: give a new folder, or an empty one.\n")
+    assert (code, error) == (2, f"predict: --explain {tmp_path}: use a new folder, or an empty one.\n")

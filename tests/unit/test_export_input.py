@@ -46,7 +46,7 @@ def test_files_that_are_no_model(run_folder, monkeypatch, capsys, tmp_path):
     (tmp_path / "cut.safetensors").write_bytes(content[: len(content) // 2])
     assert "cannot be read" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "cut.safetensors", *words)
     (tmp_path / "whole.safetensors").write_bytes(content)
-    assert "give --data" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "whole.safetensors", *words)
+    assert "add --data" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "whole.safetensors", *words)
 
 
 def test_a_folder_with_another_models_preprocessing(run_folder, monkeypatch, capsys, tmp_path):
@@ -55,7 +55,7 @@ def test_a_folder_with_another_models_preprocessing(run_folder, monkeypatch, cap
     capsys.readouterr()
     use = json.loads((tmp_path / "preprocessing.json").read_text())
     (tmp_path / "preprocessing.json").write_text(json.dumps({**use, "class_names": ["cat", "dog"]}))
-    assert "give --output another folder" in one_line(monkeypatch, capsys, tmp_path, *words)
+    assert "use another --output" in one_line(monkeypatch, capsys, tmp_path, *words)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,6 @@ def test_int8_is_refused_with_what_it_loses(trained, monkeypatch, capsys, tmp_pa
     ).groups()
     assert float(lost) == pytest.approx(float(before) - float(after), abs=0.02)
     assert float(lost) > 1
-    assert refusal.startswith("more than the 1 allowed. Nothing was written: give another --precision")
+    assert refusal.startswith("more than the 1 allowed. Nothing was written: use another --precision")
     assert said == ""
     assert not (folder / "export").exists()

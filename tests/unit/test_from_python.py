@@ -230,9 +230,9 @@ def test_without_an_output_nothing_is_written(folder, digits):
     ("call", "message"),
     [
         (lambda: run(TrainConfig(epochs="1")), "--epochs '1': expected a whole number"),
-        (lambda: evaluate("logs/runs/digits", split="tset"), "--split 'tset': expected auto | val"),
+        (lambda: evaluate("logs/runs/digits", split="tset"), "--split 'tset': expected auto, val"),
         (lambda: evaluate("logs/runs/digits", "digitz"), "Did you mean 'digits'?"),
-        (lambda: predict("logs/runs/digits", ["a.png"], device="tpu"), "--device 'tpu': expected cpu | cuda."),
+        (lambda: predict("logs/runs/digits", ["a.png"], device="tpu"), "--device 'tpu': expected cpu or cuda."),
         (lambda: predict("logs/runs/digist", []), "is neither a file, nor a folder, nor a run"),
     ],
 )

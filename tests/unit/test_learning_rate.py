@@ -201,7 +201,7 @@ def test_trials_mix_as_the_runs_first_epochs(tmp_path, monkeypatch):
 def test_no_clear_fall_ends_the_run_and_names_the_default(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("zerovision.training.auto_learning_rate._train", lambda *_: [2.0] * 100)
     assert train_run(TrainConfig(**(RECIPE | {"log_dir": str(tmp_path), "learning_rate": "auto"}))) == 2
-    told = "no rate from 0.00032 to 0.0032 clearly lowered the loss within 100 steps: give a number (the default is"
+    told = "no rate from 0.00032 to 0.0032 clearly lowered the loss within 100 steps: use a number (the default is"
     assert f"{told} 0.001)." in capsys.readouterr().err
 
 

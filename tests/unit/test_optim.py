@@ -177,10 +177,10 @@ def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
 @pytest.mark.parametrize(
     ("schedule", "note"),
     [
-        ("step:30,60", "no decay of --schedule step lies within the run"),
-        ("step:50", "no decay of --schedule step lies within the run"),
-        ("step:5,30,60", "2 of the 3 decays of --schedule step lie after the run's end"),
-        ("step:25,", "no decay of --schedule step lies within the run"),
+        ("step:30,60", "no decay of --schedule step falls within the run"),
+        ("step:50", "no decay of --schedule step falls within the run"),
+        ("step:5,30,60", "2 of the 3 decays of --schedule step come after the run's end"),
+        ("step:25,", "no decay of --schedule step falls within the run"),
         ("step:5,19", None),
         ("step", None),
     ],

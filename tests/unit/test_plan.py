@@ -66,7 +66,7 @@ def test_what_fits_nowhere_is_one_line_with_what_does():
     with pytest.raises(UserError) as caught:
         recommend(job)
     said = str(caught.value)
-    assert re.search(r"does not fit on 8 x h100-80gb: .* The nearest that works: --gpu rtx3060", said)
+    assert re.search(r"does not fit on 8 x h100-80gb: .* The nearest settings that work: --gpu rtx3060", said)
     assert "--image-size 112" in said
 
 
@@ -231,7 +231,7 @@ def test_measure_times_real_steps_of_this_machine(monkeypatch, capsys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr("zerovision.planning.plan_command.build_network", fail)
-    with pytest.raises(UserError, match=r"4 images in one process ran out .*2\.00 GiB\): give a smaller --batch-size"):
+    with pytest.raises(UserError, match=r"4 images in one process ran out .*2\.00 GiB\): use a smaller --batch-size"):
         plan(read(words))
 
 

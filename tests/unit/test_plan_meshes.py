@@ -101,7 +101,7 @@ def test_what_its_weights_do_not_fit_is_told_without_counting_activations(monkey
     counted = []
     monkeypatch.setattr(run_workload, "activations", lambda *words, **more: counted.append(words) or NO_ACTIVATIONS)
     job = with_memory(dataclasses.replace(JOB, config=dataclasses.replace(CONFIG, batch_size=32)), 3_000_000)
-    with pytest.raises(UserError, match=r"1 image and all memory savings\. The nearest that works: --gpu"):
+    with pytest.raises(UserError, match=r"1 image and all memory savings\. The nearest settings that work: --gpu"):
         recommend(job)
     assert 0 < len(counted) <= 3
 
@@ -116,7 +116,7 @@ def test_giants_get_a_line_to_type(model, gpu, capsys):
         assert plan(read([*words, f"--gpu={gpu}"] if gpu else words)) == 0
     except UserError as error:
         assert not gpu
-        nearest = re.search(r"The nearest that works: (--gpu \S+)\.$", str(error))
+        nearest = re.search(r"The nearest settings that work: (--gpu \S+)\.$", str(error))
         assert plan(read([*words, *nearest[1].split()])) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("type "))
     shell, script, *typed = shlex.split(line)[1:]

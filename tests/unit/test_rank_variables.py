@@ -79,7 +79,7 @@ def test_every_launchers_ranks_are_known(monkeypatch, variables, ranks, master):
         ({"RANK": "1", "LOCAL_RANK": "1"}, "incomplete: RANK=1, LOCAL_RANK=1, WORLD_SIZE=missing"),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
-            "RANK=1, WORLD_SIZE=4, but no LOCAL_RANK: this is one of several pods.* Type torchrun .* unset RANK WORLD",
+            "RANK=1 and WORLD_SIZE=4, but LOCAL_RANK is not set: .* several pods.* Run torchrun .* unset RANK WORLD",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_the_store_listens_on_the_given_address_alone(store, port):
     socket.create_connection(("127.0.0.1", port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
-    with pytest.raises(UserError, match=rf"^port {port} is in use: give a free one with --master_port\.$"):
+    with pytest.raises(UserError, match=rf"^port {port} is in use: choose a free one with --master_port\.$"):
         open_store("127.0.0.1", port, PATIENCE, "run", is_host=True, is_alone=True)
 
 

@@ -180,7 +180,7 @@ def ends(module, line, monkeypatch, capsys):
         (recorder, "digits --timm nope.py --data images.npz", "--timm 'nope.py': expected the path of timm's train.py"),
         (recorder, "digits --timm train.py", "digits --timm needs a file: give --data FILE, made by benchmarks/"),
         (recorder, "fashion-mnist", "fashion-mnist needs a file: give --data FILE, made by benchmarks/record_data.py."),
-        (recorder, "digit", "task 'digit': expected digits | fashion-mnist | cifar10 | cifar10-94."),
+        (recorder, "digit", "task 'digit': expected digits, fashion-mnist, cifar10 or cifar10-94."),
         (recorder, "", "give a task, one of digits, "),
         (variants, "zoo", "give --data FILE, or --table."),
         (variants, "zoo --data nope.npz", "--data 'nope.npz': expected an existing .npz file, made by benchmarks/"),

@@ -202,7 +202,7 @@ def test_by_shards_a_cache_that_is_smaller_suffices_to_fetch_each_byte_once_an_e
     """But for the shards that an epoch begins and ends with; in a random order such data are refused."""
     size = sum(file.stat().st_size for file in (kinds / "tar").glob("*.tar"))
     half = {"remote_cache_gb": 0.5 * size / 1e9}
-    with pytest.raises(UserError, match=r"more than --remote-cache-gb .* keeps: give --order shards"):
+    with pytest.raises(UserError, match=r"more than --remote-cache-gb .* keeps: use --order shards"):
         load_data(options(server.url("tar"), tmp_path, **half))
     values = {"order": "shards", "shuffle_window": 3}
     pair = load_data(options(server.url("tar"), tmp_path, **values, **half))
@@ -261,7 +261,7 @@ def test_all_processes_together_keep_to_the_bound(server, tmp_path):
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(UserError, match=r"^gs:// is read by fsspec with gcsfs: pip install fsspec gcsfs\.$"):
+    with pytest.raises(UserError, match=r"^gs:// needs fsspec and gcsfs: pip install fsspec gcsfs\.$"):
         load_data(options("gs://bucket/set", tmp_path))
 
 
@@ -291,9 +291,9 @@ def test_a_table_behind_a_url_names_images_below_its_folder(server, kinds, tmp_p
     server.root = tmp_path / "set"
     server.root.mkdir()
     for row, words in {
-        "../secret.png,a": "1 of 2 images lie outside of 'http://",
-        "/x.png,a": "1 of 2 images lie outside of",
-        "none.png,a": "2 of 2 images are missing below 'http://",
+        "../secret.png,a": "1 of 2 images are outside 'http://",
+        "/x.png,a": "1 of 2 images are outside",
+        "none.png,a": "2 of 2 images missing under 'http://",
     }.items():
         (server.root / "list.csv").write_text(f"path,label\nb.png,b\n{row}\n")
         with pytest.raises(UserError) as problem:
@@ -339,7 +339,7 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(hub, kinds, expected, tmp_
     assert trained("hf:org/name:train", tmp_path) == expected
     with pytest.raises(UserError, match="hf:org/name has no split dev; it has test, train"):
         load_data(options("hf:org/name:dev", tmp_path))
-    with pytest.raises(UserError, match=r"hf:org/other is not in .*/hub: add --download, or give ORG/NAME"):
+    with pytest.raises(UserError, match=r"hf:org/other is not in .*/hub: add --download, or use ORG/NAME"):
         load_data(options("hf:org/other", tmp_path))
     assert sorted((tmp_path / "hub").rglob("*")) == before, "nothing is written there"
     shutil.copytree(hub, hub.parent / "more", symlinks=True)

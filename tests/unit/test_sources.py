@@ -86,7 +86,7 @@ def test_paths_are_those_of_the_table_absolute_or_of_the_data_root(photos, tmp_p
     pair = load(absolute)
     assert pair.notes[:2] == [
         "columns that are not used: 'probability', 'label_2', 'probability_2'",
-        f"36 of 36 images lie outside of '{tmp_path}', such as '{rows[0]['image']}'",
+        f"36 of 36 images are outside '{tmp_path}', such as '{rows[0]['image']}'",
     ]
     relative = [{"image": os.path.relpath(row["image"], photos), "label": row["label"]} for row in rows]
     beside = write_csv(photos.parent / "list.csv", [row | {"image": f"photos/./{row['image']}"} for row in relative])
@@ -213,7 +213,7 @@ def test_weights_multiply_the_losses_and_are_1_on_average(photos, tmp_path):
 
 
 CRAFTED = {  # others are in tests/references/errors.txt
-    "path,label\na.png,x\n\0,y\n": "1 of 2 images are missing below",
+    "path,label\na.png,x\n\0,y\n": "1 of 2 images missing under",
     "path,label\na.png," + "x" * 200_000: "line 2: field larger than field limit (131072)",
     "path,label\na.png,\udcff": "the table is not encoded as UTF-8",
 }

@@ -210,7 +210,7 @@ def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_p
 def test_a_mistake_leaves_the_name_free(tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("# nobody\n")
-    with pytest.raises(UserError, match="lists no machine"):
+    with pytest.raises(UserError, match="lists no machines"):
         next(prepare(made(tmp_path, "seed=0,1")).run(1, hostfile))
     assert list(tmp_path.iterdir()) == [hostfile]
 
@@ -344,7 +344,7 @@ def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor
     asked = dataclasses.replace(asked, name="lost")
     assert [trial.state for trial in prepare(asked).run(1, path)] == ["exit code 69: no machine is left"] * 4
     path.write_text("node-1 slots=1\n")
-    with pytest.raises(UserError, match="2 GPUs per node requested, node-1 has slots=1"):
+    with pytest.raises(UserError, match="2 GPUs per node requested, but node-1 has slots=1"):
         next(prepare(asked).run(1, path))
 
 

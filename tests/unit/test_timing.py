@@ -433,7 +433,7 @@ def profiled(folder, asked, left, done):
 )
 def test_a_trace_holds_its_steps_and_our_spans(tmp_path, asked, left, done, traced):
     (line,) = profiled(tmp_path / "profile", asked, left, done)
-    assert line.startswith(f"profile of {traced} step(s) written: {tmp_path}/profile/trace.json.gz")
+    assert line.startswith(f"profile of {traced} steps: {tmp_path}/profile/trace.json.gz")
     with gzip.open(tmp_path / "profile" / "trace.json.gz") as file:
         names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
     for span in ("forward", "backward", "optimizer"):

@@ -127,7 +127,7 @@ def test_a_network_with_fewer_layers_or_an_unknown_head_is_refused():
     # The second one standardizes the weights of its convolutions.
     for model_type, rank in (("basic_cnn", 999), ("timm:nf_resnet50", 1)):
         with pytest.raises(
-            UserError, match=f"--tune lora:{rank}: no layer of this model takes an adapter of this rank"
+            UserError, match=f"--tune lora:{rank}: no layer of this model supports an adapter of this rank"
         ):
             built(model_type, f"lora:{rank}")
 
@@ -315,7 +315,7 @@ def test_relative_position_tables_are_resampled_as_timm_does_it(tmp_path):
 @pytest.mark.parametrize("pretrained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrained, tmp_path, monkeypatch):
     name = "cait_xxs24_224"
-    path, size = str(tmp_path / "weights.safetensors"), "give --image-size 64$"
+    path, size = str(tmp_path / "weights.safetensors"), "use --image-size 64$"
     source = new_model(f"timm:{name}", num_classes=3, image_size=64)
     facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
     save_built(Path(path), source, **facts)
@@ -328,7 +328,7 @@ def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrai
         new_model(
             f"timm:{name}", num_classes=3, image_size=96, pretrained=pretrained, weights="" if pretrained else path
         )
-    assert "another model" not in str(caught.value)
+    assert "different model" not in str(caught.value)
 
 
 def test_published_weights_that_are_resampled_are_told(tmp_path, monkeypatch):
@@ -355,7 +355,7 @@ def test_a_stem_of_another_stride_is_told(tmp_path):
 
 def test_another_network_is_still_refused(tmp_path):
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=5).state_dict(), tmp_path / "weights")
-    with pytest.raises(UserError, match="belongs to another model than 'timm:vit_small_patch16_224'"):
+    with pytest.raises(UserError, match="belongs to a different model than 'timm:vit_small_patch16_224'"):
         new_model("timm:vit_small_patch16_224", num_classes=5, image_size=32, weights=str(tmp_path / "weights"))
 
 

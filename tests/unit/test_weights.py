@@ -71,7 +71,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
     save_weights(
         path, state, description=built.description, class_names=CLASS_NAMES, preprocessing=PREPROCESSING, extra={}
     )
-    message = rf"'{path}' holds NaN or infinity in '{name}'"
+    message = rf"'{path}' contains NaN or infinity in '{name}'"
     with pytest.raises(UserError, match=message):
         load_model(path)
     with pytest.raises(UserError, match=message):
@@ -183,7 +183,7 @@ CRAFTED = {
     "channels as text": ({"description.image_channels": "1"}, "image_channels '1': expected a whole number"),
     "an unknown fit": ({"preprocessing.fit": "stretch"}, "fit 'stretch': expected pad"),
     "an unknown filter": ({"preprocessing.interpolation": ["bicubic"]}, "expected bilinear, bicubic, nearest"),
-    "preprocessing of a part": ({"preprocessing": {"image_size": 32}}, "lacks the metadata 'resize_size'"),
+    "preprocessing of a part": ({"preprocessing": {"image_size": 32}}, "has no metadata 'resize_size'"),
     "a huge stride": ({"description.stem_stride_changed": {"blocks.0.0": [2, 10**9]}}, "changed 1000000000: expected"),
     "a stride of what has none": ({"description.stem_stride_changed": {"head": [2, 1]}}, "is not a convolution"),
     "an unknown model": ({"description.model_type": "\x1b[2J"}, r"unknown model '\x1b[2J'"),

@@ -33,7 +33,7 @@ def test_workers_are_as_many_as_shared_memory_has_room_for(monkeypatch, free, ma
     monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: Usage(free))
     assert fit(8, True, 12288, world.local_size, is_main=True) == expected
     assert fit(expected, False, 12288, world.local_size, is_main=True) == expected
-    with pytest.raises(UserError, match=rf"^--workers 8: /dev/shm has room .* Give --workers {expected}, or"):
+    with pytest.raises(UserError, match=rf"^--workers 8: /dev/shm has room .* Use --workers {expected}, or"):
         fit(8, False, 12288, world.local_size, is_main=True)
 
 
@@ -73,7 +73,7 @@ def test_a_worker_that_is_left_does_not_keep_the_program_from_ending():
 
 def test_too_many_open_files_is_one_line():
     assert known_failure(OSError(24, "Too many open files"), 1) == (
-        "rank 1 cannot open enough files: raise 'ulimit -n', or give fewer --workers"
+        "rank 1 cannot open enough files: raise 'ulimit -n', or use fewer --workers"
     )
 
 

@@ -157,12 +157,12 @@ def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **sett
 
     code, folder = chosen.train(train_stage), chosen.folder
     if code == USER_ERROR_EXIT_CODE:
-        raise UserError("the training did not start: standard error has the reason.")
+        raise UserError("training did not start: see standard error for the reason.")
     if code == 128 + signal.SIGINT:
         saved = f"run_name={folder.name!r} and resume='auto'"
-        raise KeyboardInterrupt(f"run {folder.name} was stopped: the same call with {saved} continues it")
+        raise KeyboardInterrupt(f"run {folder.name} was stopped: to continue it, repeat the call with {saved}")
     if code not in (0, *(128 + number for number in STOP_SIGNALS)):
-        raise RuntimeError(f"the training ended with exit code {code}: standard error has the reason")
+        raise RuntimeError(f"training ended with exit code {code}: see standard error for the reason")
     scores = read_scores(folder.path / EVALUATION)
     config = read_run_config(folder.path) if (folder.path / CONFIG).exists() else chosen.config
     return Result(folder.path, code, config, Evaluation.of(scores) if scores else None, chosen.choices)

@@ -59,7 +59,7 @@ class TrainSettings:
         parser.add_number("--gpus", 0, MOST_GPUS_PER_NODE, default=0, help="GPUs or CPU ranks; 0: all GPUs, or 1 rank.")
         own, others = parser.parse_known(words)
         if not words[0] == own.data:
-            raise UserError(f"{shown(words[0])} comes before DATA: give the folder or the table first, then flags.")
+            raise UserError(f"{shown(words[0])} comes before DATA: put the folder or the table first, then the flags.")
         flags = training_parser()
         values, rest = flags.parse_known(others)
         if unknown := setting_parser(LAUNCHERS["launch_distributed.sh"]).parse_known(rest)[1]:
@@ -70,7 +70,7 @@ class TrainSettings:
 
             given = read_config_file(Path(values.config)) | given
         if given.get("data", own.data) != own.data:
-            raise UserError(f"--data {shown(given['data'])}, but DATA is {shown(own.data)}: give one.")
+            raise UserError(f"--data is {shown(given['data'])}, but DATA is {shown(own.data)}: use only one of them.")
         return cls(given | {"data": own.data}, own.effort, own.gpus, rest)
 
 
@@ -106,7 +106,7 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
     of_test = read_scores(folder.path / TEST_EVALUATION)
     scores = of_test or read_scores(folder.path / EVALUATION)
     if scores:
-        kind = "of the test part" if of_test else "held out, which also chose the epoch"
+        kind = "of the test part" if of_test else "held out, which were also used to choose the epoch"
         interval = interval_of(scores, "top1")
         sure = f" (95 % interval: {percent(interval[0])} to {percent(interval[1])})" if interval else ""
         lines.append(f"accuracy     {percent(scores['top1'])} of {scores['samples']} images {kind}{sure}")

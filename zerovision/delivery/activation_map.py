@@ -132,7 +132,7 @@ def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -
     with torch.enable_grad(), _last_features(network) as found:
         logits = network(images)
         if not found:
-            raise UserError("this network has no spatial feature map, so it cannot be explained.")
+            raise UserError("this network has no spatial feature map, so its predictions cannot be explained.")
         features = found[-1]
         (gradients,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), features)
     features, gradients = (_as_map(network, values.detach().float()) for values in (features, gradients))
@@ -185,5 +185,5 @@ def _as_map(network: nn.Module, features: torch.Tensor) -> torch.Tensor:
     side = math.isqrt(patches.shape[2])
     grid = getattr(getattr(network, "patch_embed", None), "grid_size", None) or (side, side)
     if math.prod(grid) != patches.shape[2]:
-        raise UserError("this network's patches have no known grid, so it cannot be explained.")
+        raise UserError("the grid of this network's patches is not known, so its predictions cannot be explained.")
     return patches.unflatten(2, grid)

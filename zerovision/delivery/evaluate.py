@@ -272,7 +272,7 @@ def _output_folder(
         if folder.is_dir() and folder.samefile("."):
             raise UserError(
                 f"--output {output} is the current folder, which an evaluation would replace: "
-                f"give a new one, such as {folder / EVALUATION}."
+                f"use a new folder, such as {folder / EVALUATION}."
             )
         return folder
     if model.run is None or config is None:
@@ -324,7 +324,7 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
             soft_wrap=True,
         )
     if found := scores.get("rejection"):
-        accuracy = "" if found["accuracy"] is None else f", {percent(found['accuracy'])} of those are correct"
+        accuracy = "" if found["accuracy"] is None else f"; {percent(found['accuracy'])} of these are correct"
         before, after, kept = (percent(found[key]) for key in ("ece_before", "ece", "coverage"))
         console.print(
             f"calibrated: temperature {found['temperature']:.4g}  ECE {before} -> {after}  "

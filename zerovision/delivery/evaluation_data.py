@@ -17,6 +17,7 @@ from zerovision.delivery.trained_model import TrainedModel, read_json
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import ENVIRONMENT, IMAGES
+from zerovision.training.base.units import plural
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, find_dataset, list_images, load_data
 from zerovision.training.data.class_names import clean
@@ -103,7 +104,7 @@ def load_evaluation_data(
         UserError: if the data does not exist, its classes are not the model's, or the run's path contains other data.
     """
     if not choice.data and config is None:
-        raise UserError("these weights are not in a run's folder, so their data is not known: give --data.")
+        raise UserError("these weights are not in a run's folder, so the data is not known: add --data.")
     trained_on = config.data if config else ""
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
@@ -122,13 +123,13 @@ def load_evaluation_data(
     is_changed = is_own and known.fingerprint not in ("", divided().fingerprint)
     notes = []
     if is_changed:
-        notes.append(f"'{data}' has changed since the training: {describe_change(known.images, divided())}")
+        notes.append(f"'{data}' has changed since training: {describe_change(known.images, divided())}")
     name = (
         trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if find_dataset(data).is_path else data
     )
     wanted, found = (each.values for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
-        raise UserError(f"the model was trained on {wanted} values, but '{data}' has {found}: convert it.")
+        raise UserError(f"the model was trained on {wanted} values, but '{data}' has {found} values: convert them.")
     part = datasets.parts.get(split, datasets.val)
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
     label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
@@ -142,10 +143,10 @@ def load_evaluation_data(
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
     """Return why the run's data cannot be used: it is missing here, or it differs from the data of the training run."""
     if not os.path.exists(os.path.expanduser(data)):
-        return f"'{data}', which the run was trained on, is not here: give --data with its full path."
-    place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"
+        return f"'{data}', which the run was trained on, is not here: use --data with its full path."
+    place = f"'{known.folder}'" if known.folder else "the folder of that name that the run was trained on"
     difference = describe_change(known.images, divided())
-    return f"'{data}' here is not {place}, or has changed ({difference}): give --data with its full path."
+    return f"'{data}' here is not {place}, or has changed ({difference}): use --data with its full path."
 
 
 def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], DatasetPair]) -> bool:
@@ -172,11 +173,11 @@ def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is
     """
     is_undivided = [*parts] == ["train"]
     there = {"val": {"train", "val"}, "train": {"train"}, "test": {"test"}}  # val may be held out from train
-    given = " or ".join(name for name, of in there.items() if of & {*parts})
+    given = " or ".join(f"--split {name}" for name, of in there.items() if of & {*parts})
     if split == "all" and not is_undivided:
-        raise UserError(f"--split all is for data without parts; '{options.data}' has parts: give {given}.")
+        raise UserError(f"--split all is for data without parts, but '{options.data}' has parts: use {given}.")
     if not there.get(split, {*parts}) & {*parts}:
-        raise UserError(f"--split {split}: '{options.data}' has no {split} part: give {given}.")
+        raise UserError(f"--split {split}: '{options.data}' has no {split} part: use {given}.")
     if split != "auto" or is_own or "val" in parts:
         return "val" if split == "auto" else split
     return "all" if is_undivided else "test" if "test" in parts else "val"
@@ -230,13 +231,13 @@ def _label_map(data_classes: list[str], model_classes: list[str], allow_missing:
     missing = [model_classes[number] for key, number in keys.items() if key not in data_classes]
     if unknown:
         raise UserError(
-            f"the data has {len(unknown)} class(es) that the model lacks: {_shown(unknown)}. The model has "
-            f"{len(model_classes)}: {_shown(model_classes)}."
+            f"the data has {plural(len(unknown), 'class')} unknown to the model: {_shown(unknown)}. The model has "
+            f"{plural(len(model_classes), 'class')}: {_shown(model_classes)}."
         )
     if missing and not allow_missing:
         raise UserError(
-            f"the data lacks {len(missing)} of the model's {len(model_classes)} classes: {_shown(missing)}. "
-            "Add them, or give --allow-missing-classes."
+            f"the data has no images of {len(missing)} of the model's {len(model_classes)} classes: {_shown(missing)}. "
+            "Add some, or use --allow-missing-classes."
         )
     return torch.tensor([keys[name] for name in data_classes])
 

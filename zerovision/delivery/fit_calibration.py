@@ -43,7 +43,7 @@ def read_reject(given: str) -> tuple[float, bool]:
     if not found or not float(found[2]):
         raise UserError(
             f"--reject {shown(given)}: expected the accuracy of the accepted images, such as 0.95, or a "
-            "threshold, such as below:0.7; both above 0 and below 1."
+            "threshold, such as below:0.7; either must be above 0 and below 1."
         )
     return float(found[2]), bool(found[1])
 
@@ -98,7 +98,7 @@ class Calibrator:
             assert scores.details is not None
             assert before.details is not None
             if known is None and not scores.samples:
-                raise UserError("--reject: the model was trained on all of these images: give others with --data.")
+                raise UserError("--reject: the model was trained on all of these images: use --data to choose others.")
             threshold = known.threshold if known else threshold_of(scores.details, self._reject)
             facts = {"ece_before": expected_calibration_error(calibration_bins(before.details))}
             facts |= rejection_scores(scores, temperature, threshold)
@@ -159,7 +159,7 @@ def threshold_of(details: SampleScores, reject: str) -> float:
     enough = np.flatnonzero(ends & (accuracies >= wanted))
     if not len(enough):
         best = accuracies[ends].max(initial=0.0)
-        raise UserError(f"--reject {reject}: no threshold reaches this accuracy (best: {best:.4f}): give less.")
+        raise UserError(f"--reject {reject}: no threshold reaches this accuracy (best: {best:.4f}): use a lower one.")
     last = enough[-1]
     return 0.0 if last + 1 == len(order) else float(confidences[last : last + 2].mean())
 

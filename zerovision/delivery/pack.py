@@ -18,7 +18,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 from zerovision.delivery.settings import PackSettings
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import errors_of_writing, replacing_folder
-from zerovision.training.base.units import format_bytes
+from zerovision.training.base.units import format_bytes, plural
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, archives, data_options, load_data
 from zerovision.training.data.archives import CLASS_NAMES, identity_of, index_of, write_index
@@ -49,7 +49,7 @@ def run(settings: PackSettings) -> int:
     config, _ = parse_args([*settings.training_words, f"--data={settings.data}"], settings.parser().flags)
     output = Path(os.path.expanduser(settings.output))
     done = pack(data_options(config), output, settings.shard_mb * 10**6)
-    print(f"packed {done.images} images, {format_bytes(done.bytes)} in {done.shards} tar file(s), into {output}")
+    print(f"packed {done.images} images, {format_bytes(done.bytes)} in {plural(done.shards, 'tar file')}: {output}")
     return 0
 
 
@@ -64,7 +64,7 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
         UserError: if the folder exists and is not empty, the data cannot be packed, or an image cannot be read.
     """
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"OUT '{output}' exists and is not an empty folder: give a new one.")
+        raise UserError(f"OUT '{output}' exists and is not an empty folder: use a new one.")
     data = load_data(options)
     if data.sets is not None:
         raise UserError(f"{SEVERAL_LABELS}: tar files have one label for each image: train on the table itself.")
@@ -124,7 +124,7 @@ def _sample(source: Source, index: int) -> tuple[str, str, bytes]:
         return path, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # readers detect the format
     image = source.read(index)
     if source.values != BYTES or image.shape[0] not in PNG_CHANNELS:
-        raise UserError(f"images of {image.shape[0]} channel(s) of {source.values} cannot be packed: keep the arrays.")
+        raise UserError(f"{image.shape[0]}-channel images of {source.values} cannot be packed: keep the arrays.")
     stream = io.BytesIO()
     to_pil_image(image).save(stream, "PNG")
     return f"{index:09}.png", ".png", stream.getvalue()

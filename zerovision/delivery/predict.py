@@ -30,8 +30,9 @@ from zerovision.delivery.settings import PredictSettings
 from zerovision.delivery.trained_model import find_model
 from zerovision.delivery.views import checked_views, probabilities_of
 from zerovision.training.base.control_groups import limit_threads, usable_cores
-from zerovision.training.base.errors import UserError, printable
+from zerovision.training.base.errors import UserError, either, printable
 from zerovision.training.base.files import csv_line, errors_of_writing, replacing
+from zerovision.training.base.units import plural
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.folder import SYSTEM_NAMES
@@ -146,7 +147,7 @@ def load_predictor(settings: PredictSettings) -> Predictor:
     """Load a trained model; raise UserError for settings or weights that cannot be used."""
     has_gpu = torch.cuda.is_available()
     if settings.device == "cuda" and not has_gpu:
-        raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
+        raise UserError("--device cuda: PyTorch finds no GPU here: leave it out, or use --device cpu.")
     trained = find_model(settings.model)
     run = trained.config() or TrainConfig()
     module, metadata = load_model(trained.weights)
@@ -158,18 +159,18 @@ def load_predictor(settings: PredictSettings) -> Predictor:
     calibration = read_calibration(trained.weights)
     if calibration is None and calibration_file(trained.weights).exists():
         print(
-            f"note: '{calibration_file(trained.weights)}' belongs to other weights and is not used: calibrate these "
-            "with scripts/evaluate.py --reject",
+            f"note: '{calibration_file(trained.weights)}' belongs to other weights and is not used: calibrate "
+            "these weights with scripts/evaluate.py --reject",
             file=sys.stderr,
         )
     if calibration is not None and calibration.views != views:
         raise UserError(
-            f"the model is calibrated for {calibration.views}, not for {views}: give the same flags, or calibrate "
+            f"the model is calibrated for {calibration.views}, not for {views}: use the same flags, or calibrate "
             "again with scripts/evaluate.py --reject."
         )
     predictor = Predictor(module, metadata, settings, views, reader, calibration, bool(settings.explain))
     if predictor.explains and predictor.is_of_arrays:
-        raise UserError("--explain: the model was trained on arrays, which have no picture: leave it out.")
+        raise UserError("--explain: the model was trained on arrays, which cannot be shown as pictures: leave it out.")
     return predictor
 
 
@@ -262,7 +263,7 @@ def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
             found = True
             yield path
     if not found:
-        raise UserError(f"no image in the folder '{folder}': expected files with one of {', '.join(extensions)}.")
+        raise UserError(f"there is no image in the folder '{folder}': expected a name with {either(extensions)}.")
 
 
 def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
@@ -289,7 +290,7 @@ def run(settings: PredictSettings) -> int:
     if settings.explain:
         folder = Path(os.path.expanduser(str(settings.explain)))
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"--explain {settings.explain}: give a new folder, or an empty one.")
+            raise UserError(f"--explain {settings.explain}: use a new folder, or an empty one.")
         predictions = saving_pictures(predictions, folder)
     return 1 if write_predictions(predictions, settings.format, settings.output, settings.top_k) else 0
 
@@ -307,7 +308,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
         UserError: if the file cannot be written; see also `predict`.
     """
     if path and Path(os.path.expanduser(path)).is_dir():
-        raise UserError(f"--output {path} is a folder: give a file, such as {Path(path) / 'labels.csv'}.")
+        raise UserError(f"--output {path} is a folder: use a file, such as {Path(path) / 'labels.csv'}.")
     kind, unreadable = kind or OF_ENDING.get(Path(path).suffix.lower(), "table"), 0
 
     def readable() -> Iterator[Prediction]:
@@ -324,7 +325,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
     if path:
         file = Path(os.path.expanduser(path))
         with (
-            errors_of_writing(file, "Give --output another file."),
+            errors_of_writing(file, "Use another --output file."),
             replacing(file, follows=True) as temporary,
             temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
         ):
@@ -334,7 +335,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         FORMATS[kind](readable(), sys.stdout, top_k)
     if unreadable:
-        print(f"predict: {unreadable} image(s) could not be read", file=sys.stderr)
+        print(f"predict: {plural(unreadable, 'image')} could not be read", file=sys.stderr)
     return unreadable
 
 
@@ -347,7 +348,7 @@ def saving_pictures(predictions: Iterator[Prediction], folder: Path) -> Iterator
     for number, one in enumerate(predictions, 1):
         if one.picture is not None:
             name = f"{number:05}-{Path(one.image).stem[:LONGEST_NAME]}.png"
-            with errors_of_writing(folder, "Give --explain another folder."):
+            with errors_of_writing(folder, "Use another --explain folder."):
                 folder.mkdir(parents=True, exist_ok=True)
                 with replacing(folder / name) as temporary:
                     one.picture.save(temporary, format="png")

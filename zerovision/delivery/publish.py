@@ -95,7 +95,7 @@ def check_repository(name: str) -> None:
         is_right = False
     if not is_right:
         raise UserError(
-            f"{shown(name)} is not a valid name on the hub: give ORG/NAME, of letters, digits, '-', '_' and '.', such "
+            f"{shown(name)} is not a valid name on the hub: use ORG/NAME with letters, digits, '-', '_' and '.', such "
             "as my-team/photos."
         )
 

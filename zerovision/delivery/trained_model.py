@@ -74,7 +74,7 @@ def find_run(given: str | Path) -> Path:
     if found := next(filter(_is_run, folders), None):  # a run is named after its data, so the data's folder may match
         return found.resolve()
     if folders:
-        raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Give logs/runs/NAME.")
+        raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Use one such as logs/runs/NAME.")
     names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
     raise UserError(
         f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(str(given), names)} "
@@ -119,13 +119,13 @@ def _is_run(folder: Path) -> bool:
 
 def _check_is_safetensors(path: Path) -> None:
     if path.suffix in (".onnx", ".pt2"):
-        raise UserError(f"'{path}' is an export for other programs: give its run, or the weights it was made from.")
+        raise UserError(f"'{path}' is an export for other programs: use its run, or the weights it was made from.")
     try:
         with path.open("rb") as stream:
             start = stream.read(9)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
     if start.startswith(PICKLE_STARTS) and start[8:] != b"{":
-        raise UserError(f"'{path}' is a pickle, which could run code when it is loaded: give a run, or its {WEIGHTS}.")
+        raise UserError(f"'{path}' is a pickle, which could run code when it is loaded: use a run, or its {WEIGHTS}.")
     if start[8:] != b"{":
-        raise UserError(f"'{path}' is not a safetensors file: give a run, or its {WEIGHTS}.")
+        raise UserError(f"'{path}' is not a safetensors file: use a run, or its {WEIGHTS}.")

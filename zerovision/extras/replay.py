@@ -106,7 +106,7 @@ def run(settings: ReplaySettings) -> int:
     folder = find_run(settings.run)
     output = Path(os.path.expanduser(settings.output)) if settings.output else folder / f"replay-{settings.step}"
     if output.exists():
-        raise UserError(f"'{output}' exists: move it away, or give another folder with --output.")
+        raise UserError(f"'{output}' exists: move it away, or use another --output folder.")
     watched = replay(folder, settings.step)
     differing = differences(watched, folder)
     with errors_of_writing(output):
@@ -133,7 +133,7 @@ def replay(run: Path, number: int) -> WatchedStep:
     planned = config.epochs * steps_per_epoch
     if number > (last := min(_trained_steps(run, planned), planned)):
         steps = f"{last} steps" if last == planned else f"trained {last} of its {planned} steps"
-        raise UserError(f"--step {number}: run {run.name} has {steps}; give 1 to {max(last, 1)}.")
+        raise UserError(f"--step {number}: run {run.name} has {steps}: use 1 to {max(last, 1)}.")
     whole: dict[str, Any] = dict.fromkeys(config.mesh, 1) | {"features": "computed"}
     quiet: dict[str, Any] = dict.fromkeys(("profile", "log_hashes", "audit", "max_bad_steps"), 0) | {"loggers": "none"}
     resume = _newest_before(run, number, steps_per_epoch)
@@ -190,7 +190,7 @@ def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) 
     loss = sum(one["weight"] * one["loss"] for one in counted) / max(sum(one["weight"] for one in counted), 1)
     start, verdict = found.path.name if found else "the seed", "the bytes of the run"
     if differing is None:
-        verdict = "the run has no hashes of it (--log-hashes) to compare with"
+        verdict = "the run has no hashes of this step (--log-hashes) to compare with"
     elif differing:
         verdict = f"differs from the run in {len(differing)} of its hashes: {'; '.join(differing[:3])}"
     facts = {"step": watched.number, "start": start, "loss": loss, "verdict": verdict}

@@ -78,7 +78,7 @@ class Server(ThreadedWSGIServer):
             is_taken = getattr(error, "errno", 0) == errno.EADDRINUSE
             why = "the port is in use" if is_taken else getattr(error, "strerror", None) or error
             cure = "--port, or --port 0 for a free one" if is_taken else "--host or --port"
-            raise UserError(f"cannot listen on {self.typed}:{port} ({why}): give another {cure}.") from None
+            raise UserError(f"cannot listen on {self.typed}:{port} ({why}): use another {cure}.") from None
         ip, machine = ipaddress.ip_address(str(where[0])), socket.gethostname()
         self.is_local, own = ip.is_loopback, machine.partition(".")[0]
         names = LOOPBACK if ip.is_loopback else (machine, own, f"{own}.local", socket.getfqdn(str(ip)))
@@ -114,7 +114,7 @@ class Server(ThreadedWSGIServer):
 
     def _respond(self, request: Request) -> Response:
         if not self.is_named(request.headers.get("Host", "")):
-            return _json(HTTPStatus.FORBIDDEN, {"error": "this server has another name: start it with --host NAME"})
+            return _json(HTTPStatus.FORBIDDEN, {"error": "this server has a different name: start it with --host NAME"})
         match request.method, request.path:
             case "GET", "/":
                 return Response(self.page(), headers=HEADERS, mimetype="text/html")

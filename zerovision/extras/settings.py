@@ -142,14 +142,14 @@ class SweepSettings(CommandSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.halving == 1:
-            raise UserError("--halving 1 would continue all trials: give 2 or more, or 0.")
+            raise UserError("--halving 1 would continue all trials: use 2 or more, or 0.")
         if self.hostfile and self.jobs > 1:
-            raise UserError("--jobs with --hostfile: the slots set the number of trials at a time: leave --jobs out.")
+            raise UserError("--jobs with --hostfile: the slots set how many trials run at once: leave --jobs out.")
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
         """See `CommandSettings.read`."""
         if words and not {END_OF_FLAGS, "-h", "--help"} & {*words}:
             line = "MODEL STRATEGY GPUS BATCH_SIZE EPOCHS [FLAGS]"
-            raise UserError(f"the training's arguments are missing: add {END_OF_FLAGS} {line}.")
+            raise UserError(f"the training arguments are missing: add {END_OF_FLAGS} {line}.")
         return super().read(words)

@@ -254,11 +254,11 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
         UserError: for anything that the trainer would reject, or if another sweep has the same name.
     """
     if not _NAME.fullmatch(sweep.name):
-        raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
+        raise UserError(f"sweep {shown(sweep.name)}: expected a name with letters, digits, '-', '_' and '.'.")
     arguments = read_arguments(SCRIPT, sweep.words, {})
     config = check_training(arguments.training)
     if config.run_name or config.resume != "never":
-        raise UserError("--run-name and --resume: a sweep names and resumes its runs itself: leave them out.")
+        raise UserError("--run-name and --resume: a sweep sets them itself for each of its runs: leave them out.")
     logs = run_folder(config, "x").log_dir
     folder = logs / "sweeps" / sweep.name
     combinations = list(_combinations(sweep))
@@ -270,19 +270,19 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
         own = check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
         if own.best_by != config.best_by:
             raise UserError(
-                f"--vary: {' '.join(trial.flags)} has --best-by {own.best_by}, but others have {config.best_by}: give "
-                "all trials the same --best-by."
+                f"--vary: {' '.join(trial.flags)} has --best-by {own.best_by}, but other trials have {config.best_by}: "
+                "use the same --best-by for all."
             )
         if sweep.halving and own.epochs != config.epochs:
-            raise UserError("--vary epochs=... with --halving: all trials need the same epochs: leave one out.")
+            raise UserError("--vary epochs=... with --halving: trials cannot differ in epochs then: leave one out.")
         trials.append(trial)
     try:
         if not (folder / LINE).exists():
             if taken := next((trial for trial in trials if (trial.folder / METRICS).exists()), None):
-                raise UserError(f"sweep {sweep.name}: a run {shown(taken.run_name)} exists already: give another name.")
+                raise UserError(f"sweep {sweep.name}: a run {shown(taken.run_name)} already exists: use another name.")
         elif json.loads((folder / LINE).read_text()) != _line_of(sweep):
             raise UserError(
-                f"sweep {sweep.name} was started with other arguments ({shown_path(folder / LINE)}): give those, "
+                f"sweep {sweep.name} was started with other arguments ({shown_path(folder / LINE)}): use those, "
                 "or another name."
             )
         for trial in trials:
@@ -320,10 +320,10 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
         raise UserError("--vary is needed, such as --vary learning-rate=0.001,0.003,0.01.")
     if not sweep.trials:
         if ranges := [flag for flag, values in varied.items() if callable(values)]:
-            raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, the number to draw.")
+            raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, the number of combinations to draw.")
         grid = list(itertools.islice(itertools.product(*varied.values()), MOST_TRIALS + 1))
         if len(grid) > MOST_TRIALS:
-            raise UserError(f"more than {MOST_TRIALS} combinations: give --trials, the number to draw.")
+            raise UserError(f"more than {MOST_TRIALS} combinations: add --trials, the number to draw.")
         yield from (dict(zip(varied, values, strict=True)) for values in grid)
     draws = random.Random(sweep.seed)
     for _ in range(sweep.trials):
@@ -337,7 +337,7 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
     before, *ends, is_log = found.groups(default="")  # keep what precedes the range, as in loss=bce:0.1..0.5
     low, high = map(float, ends)
     if not low < high or (is_log and low <= 0) or math.isinf(high - low):
-        raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH, two numbers, above 0 with :log.")
+        raise UserError(f"--vary {flag}={shown(text)}: expected two numbers as LOW..HIGH, above 0 with :log.")
     is_whole = all(end.lstrip("-").isdecimal() for end in ends)
 
     def draw(draws: random.Random) -> str:
@@ -359,7 +359,7 @@ def _places(ranks: int, jobs: int) -> list[Place]:
     if gpus and ranks * jobs > len(gpus):
         raise UserError(
             f"--jobs {jobs}: {jobs} trials of {plural(ranks, 'GPU')} need {ranks * jobs}, but {len(gpus)} are present: "
-            f"give at most {len(gpus) // ranks}."
+            f"use at most {len(gpus) // ranks}."
         )
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // (ranks * jobs)))
     return [

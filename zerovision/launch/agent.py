@@ -175,7 +175,7 @@ class Agent:
                 check_chosen_interfaces({**os.environ, **order["environment"]}, has_gpus=self._gpus > 0)
             self._folder = self._folder or self._folders.enter_context(launch_folder(self._launch))
         except OSError as error:
-            taken = f"port {order['port']} is taken: give another one, or leave it out to use a free one"
+            taken = f"port {order['port']} is in use: choose another one, or leave it out to use a free one"
             return {"error": f"{error.strerror}: {error.filename}" if error.filename else taken}
         except UserError as error:
             return {"error": str(error).rstrip(".")}

@@ -126,8 +126,7 @@ class Launcher(NamedTuple):
 
 LAUNCHERS = {
     "launch_distributed.sh": Launcher(
-        "model strategy num_gpus batch_size epochs",
-        "master_port max_restarts stop_timeout gpu preflight",
+        "model strategy num_gpus batch_size epochs", "master_port max_restarts stop_timeout gpu preflight"
     ),
     "launch_multi_node.sh": Launcher(
         "model strategy num_nodes gpus_per_node batch_size epochs",
@@ -177,8 +176,8 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     names = launcher.positional.split()
     if flag := next((word for word in arguments[: len(names)] if re.match("--?[a-zA-Z]|--$", word)), ""):
         raise UserError(
-            f"{shown(flag)} is among the first {len(names)} arguments, which are {' '.join(names)}: put flags after "
-            "them. --help shows examples."
+            f"{shown(flag)} is among the first {len(names)} arguments, which must be {' '.join(names)}: put flags "
+            "after them. --help shows examples."
         )
     words = vars(_word_parser(launcher).parse(["--", *arguments[: len(names)]]))
     positional = {name: str(value) for name, value in words.items()}
@@ -200,7 +199,8 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     if not re.fullmatch(r"[A-Za-z0-9_,]*", found.forward_env):
         raise UserError(f"FORWARD_ENV {shown(found.forward_env)}: expected names separated by commas.")
     if found.hostfile and environment.get("HOSTFILE") not in (None, "", found.hostfile):
-        raise UserError(f"--hostfile {shown(found.hostfile)}, HOSTFILE {shown(environment['HOSTFILE'])}: give one.")
+        said = f"--hostfile is {shown(found.hostfile)}, but HOSTFILE is {shown(environment['HOSTFILE'])}"
+        raise UserError(f"{said}: use only one of them.")
     return found
 
 
@@ -219,7 +219,7 @@ def setting_parser(launcher: Launcher) -> OneLineParser:
     parser = OneLineParser("launch", None)
     for field in launcher.fields:
         flag, kind = flag_of(field.name), dict(field.metadata)
-        also = f", here or in {field.name.upper()}" if kind.get("has_variable") else ""
+        also = f", in the flag or in {field.name.upper()}" if kind.get("has_variable") else ""
         if field.default is False:
             parser.add_argument(flag, action="store_true")
         elif kind["high"]:
@@ -253,13 +253,13 @@ def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
     """Reject too many ranks, and a flag that contradicts a positional argument."""
     nodes, gpus = (int(positional.get(name, 1)) for name in ("num_nodes", "gpus_per_node"))
     if nodes * gpus > MOST_RANKS:
-        raise UserError(f"num_nodes {nodes} x gpus_per_node {gpus}: expected up to {MOST_RANKS} GPUs.")
+        raise UserError(f"num_nodes {nodes} x gpus_per_node {gpus}: expected at most {MOST_RANKS} GPUs.")
     for place, flag in enumerate(flags):
         start, equals, value = flag.partition("=")
         word, value = WORD_OF.get(start), value if equals else "".join(flags[place + 1 : place + 2])
         if word and value.lstrip("0") != positional[word]:
             raise UserError(
-                f"{start} {shown(value)}, but the argument {word} is {shown(positional[word])}: give only that."
+                f"{start} is {shown(value)}, but the argument {word} is {shown(positional[word])}: leave {start} out."
             )
 
 

@@ -107,7 +107,7 @@ def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
     if missing:
         return Row("packages", "wrong", f"not installed: {', '.join(missing)}", cure_of_missing(missing[0]))
     if facts["import_problem"]:
-        cure = "torch and torchvision do not match: make clean setup installs those in requirements.txt"
+        cure = "torch and torchvision do not match: make clean setup installs the versions in requirements.txt"
         return Row("packages", "wrong", f"{found}; torchvision does not load: {facts['import_problem']}", cure)
     others = [f"{name} {packages[name]}, not {pins[name]}" for name in packages if packages[name] != pins.get(name)]
     if others:
@@ -137,14 +137,14 @@ def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
         return Row("GPUs", "wrong", f"{found}, but torch is a CPU build", "install torch with CUDA: make clean setup")
     if driver and int(built.partition(".")[0]) > int(driver.partition(".")[0]):  # newer minor versions are fine
         cure = "install a newer driver, or a torch built for the older CUDA"
-        return Row("GPUs", "wrong", f"{found} runs CUDA {driver}, torch was built for {built}", cure)
+        return Row("GPUs", "wrong", f"{found} supports CUDA {driver}, but torch was built for {built}", cure)
     return Row("GPUs", "ok", found)
 
 
 def _assess_cores(cores: int, ranks: int) -> Row:
     found, most = f"no GPU: {cpu_ranks(ranks)} on {plural(cores, 'core')}", cores * MAX_CPU_RANKS_PER_CORE
     if ranks > most:
-        return Row("GPUs", "wrong", found, f"give at most {most} slots, or use machines with GPUs")
+        return Row("GPUs", "wrong", found, f"use at most {most} slots, or use machines with GPUs")
     if ranks > cores:
         return Row("GPUs", "warning", found, "ranks that share a core slow each other down: use at most one per core")
     return Row("GPUs", "ok", found)
@@ -187,7 +187,7 @@ def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) ->
     path, log_free, problem = (facts["log_folder"][name] for name in ("path", "free_bytes", "problem"))
     log_cure = "free space there, name another --log-dir, or keep fewer checkpoints (--keep-last)"
     if problem:
-        log_cure = "make the folder writable for this user, free space there, or give another --log-dir"
+        log_cure = "make the folder writable for this user, free space there, or use another --log-dir"
     rows = [
         _limit(
             Row("memory", "warning", f"{free} of {total} free", "stop other programs there, or use fewer ranks"),

@@ -38,7 +38,7 @@ from zerovision.launch.rendezvous import reachable_addresses, unshared
 from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.run_folder import REPO_ROOT, as_typed, log_folder
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES
-from zerovision.training.base.units import format_duration
+from zerovision.training.base.units import format_duration, plural
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.command_settings import CommandSettings, number, switch, text, words_behind
@@ -89,7 +89,7 @@ class DoctorSettings(CommandSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if sum(map(bool, (self.hostfile, self.hosts, self.here))) > 1:
-            raise UserError("--hostfile, --hosts and --here each choose the machines: give only one of them.")
+            raise UserError("--hostfile, --hosts and --here each choose the machines: use only one of them.")
 
     def config(self) -> TrainConfig:
         """Return the training configuration, with the doctor's own flags applied."""
@@ -239,7 +239,7 @@ def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]
             why = explain(host, shell.process.returncode, "\n".join(shell.lines))
         else:
             seconds = FACTS_SECONDS if host in nodes.found else REACH_SECONDS
-            why = f"no answer within {seconds:.0f} s", f"log in to {host} and see what hangs"
+            why = f"no answer within {seconds:.0f} s", f"log in to {host} and check what hangs"
         rows.append(Row("hosts", "wrong", *why, host))
     return hosts, rows
 
@@ -252,7 +252,7 @@ def _examine_shared_logs(nodes: Nodes, log_dir: str, hosts: Mapping[str, Facts])
     found = unshared(nodes, writing, log_dir)
     if len(writing) == len(found) == 2:  # either host may be at fault
         del found[writing[0]]
-    cure = "give a --log-dir on a disk that all hosts share, or mount it there"
+    cure = "use a --log-dir on a disk that all hosts share, or mount it there"
     rows = [Row("shared logs", "wrong", reason, cure, host) for host, reason in found.items()]
     return rows or [Row("shared logs", "ok", f"what {writing[0]} writes in the log folder appears on every host")]
 
@@ -357,5 +357,5 @@ def print_rows(rows: Sequence[Row], seconds: float) -> None:
         )
     Console(highlight=False, width=shutil.get_terminal_size((WIDTH_IN_FILES, 0)).columns).print(table)
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in COLOURS}
-    end = f"{counts['wrong']} wrong, {counts['warning']} warning(s), {counts['ok']} ok"
+    end = f"{counts['wrong']} wrong, {plural(counts['warning'], 'warning')}, {counts['ok']} ok"
     print(f"{end}; {format_duration(round(seconds))}")

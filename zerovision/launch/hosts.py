@@ -115,13 +115,13 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
             raise UserError(f"{where}: host {host!r} is already in line {found[host][1]}.")
         found[host] = (int(match["slots"]), number)
     if not found:
-        raise UserError(f"hostfile {str(path)!r} lists no machine: give lines of 'name slots=N'.")
+        raise UserError(f"hostfile {str(path)!r} lists no machines: add lines of the form 'name slots=N'.")
     if len(found) < nodes:
-        raise UserError(f"hostfile {str(path)!r}: {nodes} nodes requested, {len(found)} listed.")
+        raise UserError(f"hostfile {str(path)!r}: {nodes} nodes requested, but only {len(found)} listed.")
     for host, (host_slots, number) in list(found.items())[: nodes or None]:
         if host_slots < slots:
             where = f"hostfile {str(path)!r}, line {number}"
-            raise UserError(f"{where}: {slots} GPUs per node requested, {host} has slots={host_slots}.")
+            raise UserError(f"{where}: {slots} GPUs per node requested, but {host} has slots={host_slots}.")
     return {host: host_slots for host, (host_slots, _) in found.items()}
 
 
@@ -130,9 +130,9 @@ def split_hosts(names: str, nodes: int = 1) -> list[str]:
     hosts = names.split(",")
     bad = [host for host in hosts if not HOST_NAME.fullmatch(host) or hosts.count(host) > 1]
     if bad:
-        raise UserError(f"--hosts: {bad[0]!r} is not a host name, or is given twice: give names such as node01,node02.")
+        raise UserError(f"--hosts: {bad[0]!r} is not a host name, or is repeated: use names such as node01,node02.")
     if len(hosts) < nodes:
-        raise UserError(f"--hosts: {nodes} nodes requested, {len(hosts)} named.")
+        raise UserError(f"--hosts: {nodes} nodes requested, but only {len(hosts)} named.")
     return hosts
 
 

@@ -186,7 +186,7 @@ def next_rendezvous(
         if ready := _enough(roster, plan, doubtful, is_late=roster.seconds > patience_s):
             unfit, cure = unfit_hosts(nodes, plan, ready, is_restart=is_restart)
             if not unfit:
-                unfit, cure = unshared(nodes, ready, plan.log_dir), "Give a --log-dir on a disk that all share."
+                unfit, cure = unshared(nodes, ready, plan.log_dir), "Use a --log-dir on a disk that all share."
             if not unfit:
                 return _rendezvous(nodes, plan, ready)
             if not is_restart:
@@ -316,6 +316,6 @@ def _rendezvous(nodes: Nodes, plan: Plan, ready: list[str]) -> Rendezvous:
     addresses = reachable_addresses([answers[host]["address"] for host in used], own)
     if "" in addresses:
         alone = used[addresses.index("")]
-        raise CannotStart(f"{alone}: no address that the other nodes could reach", USER_ERROR_EXIT_CODE)
+        raise CannotStart(f"{alone} has no address that the other nodes can reach", USER_ERROR_EXIT_CODE)
     interfaces = list(map(interface_of, addresses, own))
     return Rendezvous([nodes.found[host] for host in used], addresses, interfaces, answers[used[0]]["port"], has_gpus)

@@ -32,6 +32,7 @@ from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import replacing
 from zerovision.training.base.run_folder import RunFolder
+from zerovision.training.base.units import plural
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.world.launchers import job_port, remember_line
@@ -92,8 +93,8 @@ class Job:
     def check_gpus(self, ranks_per_node: int) -> None:
         """Raise a UserError if the job has fewer GPUs per node than ranks."""
         if self.gpus is not None and self.gpus < ranks_per_node:
-            cure = f"give {self.gpus}, or sbatch --gpus-per-node={ranks_per_node}"
-            raise UserError(f"num_gpus {ranks_per_node}: the job has {self.gpus} GPU(s) on a node: {cure}.")
+            cure = f"use {self.gpus}, or sbatch --gpus-per-node={ranks_per_node}"
+            raise UserError(f"num_gpus {ranks_per_node}: the job has {plural(self.gpus, 'GPU')} per node: {cure}.")
 
 
 def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str], TrainConfig]:
@@ -108,7 +109,7 @@ def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str]
     """
     task = 0 if job is None else job.task
     if task is None and any(TASK in given for given in arguments):
-        raise UserError(f"{TASK} stands for the number in a job array: give sbatch --array=0-3, or leave it out.")
+        raise UserError(f"{TASK} stands for the number in a job array: use sbatch --array=0-3, or leave it out.")
     own = [given.replace(TASK, str(task)) for given in _own_model(arguments, task)]
     config = check_training(own)
     if job is None:
@@ -136,9 +137,9 @@ def _own_model(arguments: list[str], task: int | None) -> list[str]:
     if len(models) == 1:
         return arguments
     if task is None:
-        raise UserError(f"model {value!r}: several models need a job array: sbatch --array=0-{len(models) - 1}.")
+        raise UserError(f"model {value!r}: several models need a job array: use sbatch --array=0-{len(models) - 1}.")
     if task >= len(models):
-        raise UserError(f"model {value!r}: {len(models)} models, and this is task {task}: tasks count from 0.")
+        raise UserError(f"model {value!r}: {len(models)} models, but this is task {task}: tasks are counted from 0.")
     return [f"{flag}={models[task]}", *arguments[1:]]
 
 

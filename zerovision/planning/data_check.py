@@ -28,8 +28,8 @@ NAMED = 3
 CURES = {
     "leaked": "validation or test images are identical to training images, so scores are too high: "
     "remove them from one part",
-    "mislabelled": "images are identical to one with another label: remove the wrong ones, or give all labels "
-    f"to each image by {SEVERAL_LABELS}",
+    "mislabelled": "images are identical to one with another label: remove the wrong ones, or give each image "
+    f"all its labels with {SEVERAL_LABELS}",
     "repeated": "training images are identical to others, and so count more than once",
 }
 

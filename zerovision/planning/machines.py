@@ -81,7 +81,7 @@ def find_gpu(name: str) -> Gpu:
     if size := re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,3})?)\s*gi?b\s*", name.lower()):
         gigabytes = float(size[1])
         if gigabytes < SMALLEST_GB:
-            raise UserError(f"--gpu {one_line(name, 50)}: give at least {SMALLEST_GB:g} GB.")
+            raise UserError(f"--gpu {one_line(name, 50)}: expected at least {SMALLEST_GB:g} GB.")
         return Gpu(f"{gigabytes:g}gb", int(gigabytes * GB))
     wanted = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
     plain = {re.sub(r"[^a-z0-9]", "", key): gpu for key, gpu in GPUS.items()}
@@ -89,10 +89,10 @@ def find_gpu(name: str) -> Gpu:
     if wanted in plain or len(found) == 1:
         return plain.get(wanted) or found[0]
     if found:
-        raise UserError(f"--gpu {one_line(name, 50)} is ambiguous: give {' or '.join(gpu.name for gpu in found)}.")
+        raise UserError(f"--gpu {one_line(name, 50)} is ambiguous: use {' or '.join(gpu.name for gpu in found)}.")
     raise UserError(
         f"unknown --gpu '{one_line(name, 50)}'.{nearest(wanted, GPUS)} Known: {', '.join(GPUS)}; for any "
-        "other, give its memory, such as 8gb."
+        "other GPU, use its memory, such as 8gb."
     )
 
 

@@ -179,7 +179,7 @@ def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
     given, others, config = flags
     if given.gpu_memory:
         if given.gpu:
-            raise UserError("--gpu and --gpu-memory exclude each other: give one.")
+            raise UserError("--gpu and --gpu-memory cannot be combined: leave one out.")
         given.gpu = f"{given.gpu_memory:.3f}gb"
     if given.measure and given.gpu:
         raise UserError("--measure trains on this machine: leave --gpu out.")
@@ -188,8 +188,8 @@ def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
     fewer, more = ranks // per_node * per_node, -(-ranks // per_node) * per_node
     if fewer not in (0, more):
         raise UserError(
-            f"--num-gpus {ranks} is not a multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
-            "--gpus-per-node."
+            f"--num-gpus {ranks} is not a multiple of the {per_node} GPUs per machine: use {fewer} or {more}, or "
+            "set --gpus-per-node."
         )
     if config.global_batch and config.batch_size != "auto":
         config = dataclasses.replace(divide_given(config, data_ranks(ranks, config.mesh)), global_batch=0)
@@ -222,7 +222,7 @@ def plan(flags: PlanFlags) -> int:
                 raise
             raise UserError(
                 f"--measure: a step of {plural(chosen.config.micro_batch, 'image')} in one process ran out of this "
-                f"machine's memory ({one_line(error, 160) or 'MemoryError'}): give a smaller --batch-size."
+                f"machine's memory ({one_line(error, 160) or 'MemoryError'}): use a smaller --batch-size."
             ) from None
     print_plan(job, chosen, rungs, assumed, step_s, as_json=flags.given.json)
     return 0

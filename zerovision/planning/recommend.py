@@ -152,5 +152,5 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
     return UserError(
         f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
         f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "
-        f"The nearest that works: {' or '.join(works) or 'a smaller model'}."
+        f"The nearest settings that work: {' or '.join(works) or 'a smaller model'}."
     )

@@ -81,7 +81,7 @@ class Workload:
         try:
             return activations(network, shape, precision, device, channels_last=channels_last, places=places)
         except Exception as error:  # a user's timm model may process its data in any way
-            raise UserError("this model's work depends on its images' values: it cannot be planned.") from error
+            raise UserError("this model's work depends on its images' values, so it cannot be planned.") from error
 
     def without_data(self, *, recomputes: bool) -> nn.Module:
         """Return a copy of the network on the meta device, with training's activation checkpointing if `recomputes`."""

@@ -15,7 +15,7 @@ from zerovision.planning.machines import CPU, Gpu, Machine
 from zerovision.planning.memory import MemoryPlan, ModelSizes, RankShare, plan_memory
 from zerovision.planning.run_workload import Workload, workload_of
 from zerovision.planning.stages import stages_of
-from zerovision.training.base.errors import UserError
+from zerovision.training.base.errors import UserError, either
 from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config, needing_torch
@@ -107,7 +107,7 @@ class PlannedJob:
         if wanted == "auto":
             return known[0]
         if wanted not in known and self.has_gpus:
-            raise UserError(f"--precision {wanted}: {self.machine.gpu.name} lacks it; use {' or '.join(known)}.")
+            raise UserError(f"--precision {wanted}: {self.machine.gpu.name} does not support it: use {either(known)}.")
         return wanted
 
 

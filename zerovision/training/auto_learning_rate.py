@@ -75,7 +75,7 @@ def choose_learning_rate(run: Run) -> Run:
         except TrialStopped:  # the run itself is about to end
             rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
-        raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is not a rate: give one.")
+        raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is not a rate: use a number.")
     return run.changed(learning_rate=rate).noting(f"--learning-rate auto is {rate:g}: {source}")
 
 
@@ -117,7 +117,7 @@ def _search(run: Run) -> tuple[float, str]:
     if rate is None:
         raise AgreedError(
             f"--learning-rate auto: no rate from {min(tried):g} to {max(tried):g} clearly lowered the loss within "
-            f"{len(tried[usual])} steps: give a number (the default is {usual:g})."
+            f"{len(tried[usual])} steps: use a number (the default is {usual:g})."
         )
     far = f"far below the default, {usual:g}; " if rate < usual / FAR else ""
     return rate, f"{far}final losses of short trainings: {in_words(tried)}"

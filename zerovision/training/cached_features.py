@@ -127,7 +127,7 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
     if not largest.min() <= MOST_DIFFERENCE:
         raise AgreedError(
             "--features cached: this model computes something after its head, or differs before it between training "
-            "and evaluation: give --drop-path 0, and --dropout 0 if it is not just before the head, or leave it out."
+            "and evaluation: use --drop-path 0, and --dropout 0 if it is not just before the head, or leave it out."
         )
     return float(largest.min())
 

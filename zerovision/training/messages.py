@@ -43,7 +43,7 @@ def announce_start(run: Run) -> None:
         f"peak learning rate {run.schedule.peak:.3g}{whose}"
     )
     data, pixels = run.data, run.data.train.preprocessing.image_size
-    channels = f" of {data.preprocessing.channels} channel(s)" if data.preprocessing.channels != 3 else ""
+    channels = f" of {plural(data.preprocessing.channels, 'channel')}" if data.preprocessing.channels != 3 else ""
     log(
         f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(data.class_names)} classes, {pixels} pixels{channels}, augmentation {data.augmentation}"
@@ -95,7 +95,7 @@ def _result(run: Run) -> list[str]:
     if run.model.head_epochs >= run.config.epochs:
         lines.append(
             f"only the head was trained, for its {plural(run.model.head_epochs, 'epoch')}; to train the backbone too, "
-            "give more --epochs or fewer --head-epochs"
+            "use more --epochs or fewer --head-epochs"
         )
     best_by = run.config.best_by
     name = SCORE_NAMES[best_by]

@@ -124,7 +124,7 @@ def find_checkpoint(
     found, refused = choose(candidates, world)
     if refused and found is None:
         if config.resume not in ("auto", "never"):
-            raise AgreedError(f"--resume {config.resume}: no good checkpoint. {next(iter(refused.values()))}")
+            raise AgreedError(f"--resume {config.resume}: there is no good checkpoint. {next(iter(refused.values()))}")
         notes.append("no good checkpoint is left: starting from the beginning")
     elif found is None and config.resume == "auto" and not is_restart:
         notes.append(f"run {folder.name} has no checkpoint: starting from the beginning")
@@ -149,8 +149,8 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
         raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is not a whole number.")
     if config.global_batch not in (0, global_batch):
         raise UserError(
-            f"--global-batch {config.global_batch}: the checkpoint's is {global_batch}. Leave it out to continue, or "
-            "start a new run with --weights."
+            f"--global-batch {config.global_batch}: the checkpoint was made with {global_batch}. Leave it out to "
+            "continue, or start a new run with --weights."
         )
     if config.batch_size == "auto":
         saved = found.manifest.config.get("batch_size")
@@ -267,8 +267,8 @@ def check_fit(
         saved, given = manifest.config.get(name, field.default), getattr(config, name)
         if saved != given:
             raise UserError(
-                f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}; this run has {shown(given)}: "
-                "give the same to continue, or start a new run with --weights."
+                f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}, but this run has {shown(given)}"
+                ": use the same value to continue, or start a new run with --weights."
             )
     for key, value in identity.items():
         saved = manifest.identity.get(key)
@@ -277,14 +277,14 @@ def check_fit(
             if key == DATA_SET and data is not None:
                 difference = describe_change(read_image_list(run / IMAGES), data)
             raise UserError(
-                f"checkpoint {found.path} was made with another {key}: {one_line(difference, 400)}. Give the same, or "
-                f"start a new run from its weights: --weights {run / WEIGHTS} and another --run-name."
+                f"checkpoint {found.path} was made with a different {key}: {one_line(difference, 400)}. Use the same, "
+                f"or start a new run from its weights: --weights {run / WEIGHTS} and another --run-name."
             )
     progress = manifest.progress
     if progress.epoch > config.epochs or progress.step > steps_per_epoch:
-        cure = f" Give --epochs {progress.epoch} or more, or another --run-name."
+        cure = f" Use --epochs {progress.epoch} or more, or another --run-name."
         raise UserError(
-            f"checkpoint {found.path} is at epoch {progress.epoch}, step {progress.step}: this run has "
+            f"checkpoint {found.path} is at epoch {progress.epoch}, step {progress.step}, but this run has "
             f"{config.epochs} epochs of {steps_per_epoch} steps.{cure if progress.epoch > config.epochs else ''}"
         )
 

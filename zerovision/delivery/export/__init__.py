@@ -78,13 +78,13 @@ def check_choice(format_name: str, precision: str, *, with_preprocessing: bool =
     if precision not in chosen.precisions:
         able = ", ".join(name for name, entry in FORMATS.items() if precision in entry.precisions)
         raise UserError(
-            f"--format {format_name} stores {' and '.join(chosen.precisions)}, not {precision}: "
-            f"give --format {able} for {precision}."
+            f"--format {format_name} supports {' and '.join(chosen.precisions)}, not {precision}: "
+            f"use --format {able} for {precision}."
         )
     if with_preprocessing and not (chosen.has_graph and precision != "int8"):
         able = " or ".join(name for name, entry in FORMATS.items() if entry.has_graph)
         raise UserError(
-            f"--with-preprocessing is for --format {able} in fp32 or bf16, not for {format_name} in {precision}: "
-            "give one of those, or leave it out."
+            f"--with-preprocessing works with --format {able} in fp32 or bf16, not with {format_name} in {precision}: "
+            "use one of those, or leave it out."
         )
     return chosen

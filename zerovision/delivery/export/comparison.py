@@ -188,7 +188,7 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
     if not agreement.points_lost <= allowed + ROUNDING:
         raise ExportRefused(
             f"not exported: {agreement.describe_loss(precision)}, more than the {max_accuracy_loss:g} allowed. "
-            "Nothing was written: give another --precision, or --max-accuracy-loss."
+            "Nothing was written: use another --precision, or a larger --max-accuracy-loss."
         )
 
 

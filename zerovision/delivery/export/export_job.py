@@ -153,7 +153,7 @@ def _read(dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]
             if not dataset.most_bad:
                 raise
     if not images:
-        raise UserError(f"none of {len(chosen)} images could be read, so the export cannot be checked.")
+        raise UserError(f"none of the {len(chosen)} images could be read, so the export cannot be checked.")
     return torch.stack(images), indices
 
 
@@ -170,7 +170,7 @@ def tracing() -> Iterator[None]:
             yield
         except Exception as error:  # torch.export and torch.onnx raise dozens of unrelated types
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise UserError(f"PyTorch cannot trace this network: {reason}. Give --format safetensors.") from error
+            raise UserError(f"PyTorch cannot trace this network: {reason}. Use --format safetensors.") from error
 
 
 def is_large(tensor: torch.Tensor) -> bool:

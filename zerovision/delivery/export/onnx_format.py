@@ -83,8 +83,8 @@ def export_graph(job: ExportJob) -> ModelProto:
     weight_bytes = sum(tensor.nbytes for tensor in job.module.state_dict().values())
     if weight_bytes > MAX_BYTES:
         raise UserError(
-            f"the weights are {format_bytes(weight_bytes)} and an ONNX file can hold {format_bytes(MAX_BYTES)}: "
-            "give --format safetensors or torch-export."
+            f"the weights take {format_bytes(weight_bytes)}, but an ONNX file can hold {format_bytes(MAX_BYTES)}: "
+            "use --format safetensors or torch-export."
         )
     use = job.use()
     with tracing():

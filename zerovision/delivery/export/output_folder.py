@@ -116,16 +116,14 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
         UserError: if `output` is not a folder, or if a file about another model would be overwritten.
     """
     if output.exists() and not output.is_dir():
-        raise UserError(f"--output '{output}' is a file: give a folder.")
+        raise UserError(f"--output '{output}' is a file: use a folder.")
     for path, content in ((output / name, content) for name, content in facts.items()):
         try:
             is_other = path.is_file() and path.read_bytes() != content
         except OSError as error:
             raise UserError(f"'{path}' cannot be read: {error}.") from None
         if is_other:
-            raise UserError(
-                f"'{path}' belongs to a model with other classes or preprocessing: give --output another folder."
-            )
+            raise UserError(f"'{path}' belongs to a model with other classes or preprocessing: use another --output.")
 
 
 def files_about(metadata: dict[str, Any]) -> dict[str, bytes]:

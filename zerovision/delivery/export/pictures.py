@@ -50,7 +50,7 @@ class FromPictures(nn.Module):
         filter_name, values = self.preprocessing.interpolation, self.preprocessing.values
         if values != BYTES or InterpolationMode(filter_name) not in FILTERS:
             raise UserError(
-                f"--with-preprocessing: the model takes {values} values, resized by {filter_name}; a file supports "
+                f"--with-preprocessing: the model takes {values} values, resized by {filter_name}, but a file supports "
                 f"{BYTES}, resized by {' or '.join(mode.value for mode in FILTERS)}: leave it out."
             )
         self.task = task_of(metadata)

@@ -75,16 +75,16 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
         UserError: if a run's files are damaged, there are too many runs, or the page cannot be written.
     """
     if len(folders) > MOST_RUNS:
-        raise UserError(f"{len(folders)} runs: a page shows at most {MOST_RUNS}. Give fewer.")
+        raise UserError(f"{len(folders)} runs are too many: a page shows at most {MOST_RUNS}.")
     runs = [
         _page_run(place, name, folder, len(folders))
         for place, (name, folder) in enumerate(zip(names_of(folders), folders, strict=True))
     ]
     is_running = any(run["status"].is_running for run in runs)
     page = _render(runs, compare(folders), is_live=is_watched and is_running).encode("utf-8", errors="replace")
-    with errors_of_writing(output, "Give --output another file."):
+    with errors_of_writing(output, "Use another --output file."):
         if output.is_dir():
-            raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
+            raise UserError(f"'{output}' is a folder: use a file, such as {output / 'report.html'}.")
         with replacing(output, follows=True) as new:
             new.write_bytes(page)
     return is_running

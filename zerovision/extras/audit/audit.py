@@ -86,7 +86,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
         seen_as = trained[1]["preprocessing"]
     wanted, values = seen_as and seen_as.values, datasets.preprocessing.values
     if trained and wanted != values:
-        raise UserError(f"the model was trained on {wanted} values, but '{data}' has {values}: convert it.")
+        raise UserError(f"the model was trained on {wanted} values, but '{data}' has {values} values: convert them.")
     catalogue = Catalogue(datasets)
     if settings.fixes and not catalogue.are_files:
         raise UserError("--fixes: these images are not files, so no table can name them: change the arrays instead.")
@@ -174,7 +174,7 @@ def _examine(
             suspected, label_fixes = label_findings(catalogue, doubts, numbers)
             findings += suspected
         else:
-            note += ", so labels are not checked" + ("" if trained else ": give the --run of a trained model")
+            note += ", so labels are not checked" + ("" if trained else ": use --run to name a trained model")
     broken = {number: Fix(DROP, "", 1.0, reason) for number, reason in catalogue.unreadable.items()}
     fixes = [*({**label_fixes, **dict(copy_fixes(catalogue, copies, label_fixes)), **broken}).items()]
     fixes += scene_groups(catalogue, copies, {number for number, fix in fixes if fix.action == DROP})

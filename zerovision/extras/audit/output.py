@@ -30,7 +30,7 @@ Fixes = Sequence[tuple[int, Fix]]
 
 def check_output(folder: Path) -> None:
     """Raise UserError for a folder that contains anything but an audit."""
-    check_replaceable(folder, FACTS, "audit", "give --output another folder")
+    check_replaceable(folder, FACTS, "audit", "use another --output folder")
 
 
 def write_audit(
@@ -104,21 +104,21 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     """
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
     if len(numbers) < len(catalogue):
-        raise UserError(f"--fixes {path}: several lines of the data name one file: change {FIXED} itself.")
+        raise UserError(f"--fixes {path}: several lines of the data name the same file: change {FIXED} itself.")
     allowed = {DROP: [""], RELABEL: catalogue.class_names, MOVE: ["train", "val", "test"]}
     fixes = []
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
             reader = csv.DictReader(stream, strict=True)
             if missing := {*COLUMNS[:3]} - {*(reader.fieldnames or ())}:
-                raise UserError(f"--fixes {path}: there is no column {min(missing)}; it has path, action and new.")
+                raise UserError(f"--fixes {path}: the column {min(missing)} is missing: expected path, action and new.")
             for row in reader:
                 name, action, new = (as_given(row[column] or "") for column in COLUMNS[:3])
                 place = f"--fixes {path}, line {reader.line_num}"
                 if name not in numbers:
                     raise UserError(f"{place}: {shown(name)} is not an image of the data.")
                 if new not in allowed.get(action, ()) and not (action == GROUP and new):
-                    listed = f"{DROP}, {RELABEL} with a class, {MOVE} with train, val or test, {GROUP} with a name"
+                    listed = f"{DROP}, {RELABEL} with a class, {MOVE} with train, val or test, or {GROUP} with a name"
                     raise UserError(f"{place}: {shown(action)} {shown(new)}; expected {listed}.")
                 fixes.append((numbers[name], Fix(action, new, 1.0, "given")))
     except (OSError, csv.Error) as error:

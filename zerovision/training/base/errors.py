@@ -81,6 +81,12 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(repr(names[name]) for name in near)}?" if near else ""
 
 
+def either(names: Iterable[str]) -> str:
+    """Return the names in one phrase: a; a or b; a, b or c."""
+    *before, last = names
+    return f"{', '.join(before)} or {last}" if before else last
+
+
 def unknown_name(kind: str, given: str, allowed: Iterable[str], hint: str = "") -> UserError:
     """Build the error for an unknown name: what was given, what the name means in other trainers, and what is allowed.
 
@@ -147,10 +153,7 @@ class FileServerError(Exception):
 
     def __str__(self) -> str:
         path, reason, seconds = self.args
-        return (
-            f"{path!r} cannot be read: {reason}, even after {seconds:g} s. The file server or this machine failed, not "
-            "the file: start again when it is fixed."
-        )
+        return f"{path!r} cannot be read: {reason}, even after {seconds:g} s. Fix the file server, then start again."
 
 
 class AnotherStartNeededError(Exception):
@@ -173,7 +176,7 @@ class RunEnded(Exception):
 # By part of the exception's text: failures caused by other processes or by limits, not by a rank's own code.
 _KNOWN_FAILURES = {
     "DataLoader worker": "a data worker of rank {rank} died: {error}",
-    "Too many open files": "rank {rank} cannot open enough files: raise 'ulimit -n', or give fewer --workers",
+    "Too many open files": "rank {rank} cannot open enough files: raise 'ulimit -n', or use fewer --workers",
     "by peer": "rank {rank} lost the connection to another rank",
     "that no rank of this run sends": "{error}",
 }

@@ -56,7 +56,7 @@ def _import(name: str, path: Path, content: bytes, given: str) -> None:
     """Execute the contents of a file as a module that can be imported by name."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
-        raise UserError(f"{FLAG} {given}: expected a file that ends with .py.")
+        raise UserError(f"{FLAG} {given}: expected a file whose name ends with .py.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         exec(compile(content, path, "exec"), module.__dict__)

@@ -18,7 +18,7 @@ from zerovision.training.base.run_folder import PRESET_FOLDER
 PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 MOST_NODES, MOST_GPUS_PER_NODE, MOST_RANKS = 1024, 1024, 65_536  # the most that any command accepts
 LARGEST_BATCH = 65_536  # images in one forward pass
-TUNE_USAGE = "full, head, layers:N, lora:R"
+TUNE_USAGE = "full, head, layers:N or lora:R"
 RATES = ", ".join(f"{name} {spec.learning_rate:g}" for name, spec in MODELS.items() if spec.learning_rate != USUAL_RATE)
 FEWEST_IMAGES = 8  # in a micro-batch chosen for the user: BatchNorm's statistics over fewer images are poor
 

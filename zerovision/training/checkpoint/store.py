@@ -101,7 +101,7 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
         if resume in ("never", "auto"):
             return [], notes
         if resume == "must":
-            raise UserError(f"--resume must: no checkpoint in {folder}. Give the --run-name of a run that has one.")
+            raise UserError(f"--resume must: {folder} has no checkpoint. Use the --run-name of a run that has one.")
         path = Path(resume).expanduser()
         if (path / MANIFEST_FILE).is_file() or (NAME_PATTERN.fullmatch(path.name) and path.is_dir()):
             return [path], []
@@ -113,7 +113,7 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
         raise UserError(f"--resume {one_line(resume)}: cannot be read: {one_line(error)}.") from None
     raise UserError(
         f"--resume {one_line(resume)}: no checkpoint there (no {MANIFEST_FILE}). "
-        "Give never, auto, must or a checkpoint folder."
+        "Use never, auto, must or a checkpoint folder."
     )
 
 

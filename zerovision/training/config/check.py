@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from zerovision.models import check_model_name, model_spec
-from zerovision.training.base.errors import UserError, shown, unknown_name
+from zerovision.training.base.errors import UserError, either, shown, unknown_name
 from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.settings import Mode, Values
 from zerovision.training.base.units import plural
@@ -141,11 +141,11 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     if config.batch_size == "auto" and config.gradient_accumulation_steps > 1:
         yield (
             f"{of['batch_size']} auto also chooses {of['gradient_accumulation_steps']}: leave it out. For more images "
-            f"per update give {of['global_batch']} N."
+            f"per update, use {of['global_batch']} N."
         )
     if config.strategy in OF_LAUNCHERS:
         yield (
-            f"{of['strategy']} {config.strategy} is only for the launchers, which run the planner: type bash "
+            f"{of['strategy']} {config.strategy} is only for the launchers, which run the planner: run bash "
             f"scripts/launch_distributed.sh {config.model_type} {config.strategy} <num_gpus> {config.batch_size} "
             f"{config.epochs}."
         )
@@ -154,19 +154,19 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     augmentation_of(config, default="crop_flip")
     find_dataset(config.data)
     if "://" in config.log_dir:
-        yield f"{of['log_dir']} is a URL: give a folder, and copy the run afterwards."
+        yield f"{of['log_dir']} is a URL: use a folder, and copy the run afterwards."
     bad_image_share(config.bad_images)
     size_ramp(config.progressive_size)
     if config.order == "shards" and config.sampling == "balanced":
         yield (
-            f"{of['sampling']} balanced draws images from the whole data set; {of['order']} shards reads a few shards "
-            f"at a time: give one of them, or {of['class_weights']} balanced."
+            f"{of['sampling']} balanced draws images from the whole data set, but {of['order']} shards reads a few "
+            f"shards at a time: use one of them, or {of['class_weights']} balanced."
         )
     if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
         yield f"{of['workers']} {config.workers!r}: expected a whole number from 0 to 999, or auto."
     if config.run_name and not RUN_NAME_PATTERN.fullmatch(config.run_name):
         yield (
-            f"{of['run_name']} {config.run_name!r}: use letters, digits, '.', '_' and '-', at most 120, beginning with "
+            f"{of['run_name']} {config.run_name!r}: use at most 120 letters, digits, '.', '_' and '-', beginning with "
             "a letter or digit."
         )
     for name in config.destinations:
@@ -174,7 +174,8 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
             raise unknown_name("logger", name, LOGGERS)
     plan = STRATEGIES[config.strategy]
     if config.offload not in plan.offloadable:
-        yield f"{of['offload']} {config.offload}: strategy {config.strategy} allows only {', '.join(plan.offloadable)}."
+        able = f"{of['strategy']} {config.strategy} supports only {of['offload']} {either(plan.offloadable)}"
+        yield f"{of['offload']} {config.offload}: {able}."
     if config.replicate_across == "nodes" and (config.engine not in OUR_ENGINE or plan.zero_stage == 1):
         yield f"{of['replicate_across']} nodes needs --engine torch, and --strategy fsdp_stage2 or fsdp_stage3."
     shards = plan.zero_stage > 1
@@ -193,7 +194,7 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     for mode in MODES:
         yield from mode(config).mistakes(of)
     if config.learning_rate == "auto" and config.base_batch_size:
-        yield f"{of['base_batch_size']}: leave it out: {of['learning_rate']} auto already searches at this batch size."
+        yield f"{of['base_batch_size']}: {of['learning_rate']} auto already searches at this batch size: leave it out."
     if config.mixup_off_epochs > config.epochs:
         yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has only {plural(config.epochs, 'epoch')}."
 
@@ -203,7 +204,7 @@ def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allo
     for name, allowed in allowed_of.items():
         if (value := getattr(config, name)) not in allowed:
             is_left_out = value is True or allowed == ("",)
-            cure = f"leave {of[name]} out" if is_left_out else f"give {of[name]} {allowed[0]}"
+            cure = f"leave {of[name]} out" if is_left_out else f"use {of[name]} {allowed[0]}"
             yield f"{setting} cannot be combined with {of[name]} {shown(value)}: {cure}."
 
 
@@ -224,7 +225,7 @@ def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
         if rule in SHIFTED_RATE and head_epochs_of(config):
             yield (
                 f"{of[name]} {rule} changes weights even at a learning rate of 0, and the backbone has that rate "
-                f"in the head's epochs: give {of['head_epochs']} 0, or another rule such as adamw."
+                f"in the head's epochs: use {of['head_epochs']} 0, or another rule such as adamw."
             )
 
 
@@ -235,15 +236,15 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     for name in ("warmup_epochs", "cooldown_epochs"):
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
         if used > config.epochs:
-            before = "" if used == getattr(config, name) else " with the epochs before it"
+            before = "" if used == getattr(config, name) else " and the other phases of the schedule"
             yield f"{of[name]} {getattr(config, name)}{before}: the run has only {plural(config.epochs, 'epoch')}."
     decay, schedule = given_decay(config.schedule), f"{of['schedule']} {config.schedule}"
     last = round(decay + config.cooldown_epochs, 6)
     if decay and last % 1:
         start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
-        yield f"{schedule}: the decay of wsd must begin at a whole epoch: give {start}."
+        yield f"{schedule}: the decay of wsd must begin at a whole epoch: use wsd:{start}."
     if decay and used + decay > config.epochs:
-        before = " with the epochs before it" if used else ""
+        before = " and the other phases of the schedule" if used else ""
         yield f"{schedule}{before}: the run has only {plural(config.epochs, 'epoch')}."
 
 

@@ -26,6 +26,7 @@ from zerovision.training.base.errors import (
     USER_ERROR_EXIT_CODE,
     FileServerError,
     UserError,
+    either,
     nearest,
     ours,
     plain,
@@ -129,9 +130,7 @@ class OneLineParser(argparse.ArgumentParser):
         """Add a flag that takes one of `names`."""
         names = [*names]
         metavar = f"{{{','.join(names)}}}"
-        self.add_value(
-            flag, lambda word: names[names.index(word)], " | ".join(names), names, metavar=metavar, **options
-        )
+        self.add_value(flag, lambda word: names[names.index(word)], either(names), names, metavar=metavar, **options)
 
     def add_local_rank(self) -> None:
         """Add the flag with which other launchers pass a rank's number, which is also in the environment."""

@@ -104,7 +104,7 @@ class CommandSettings:
         first = [field for field in fields if is_word(field)]
         if others and [*words[: len(first)]] != [values[field.name] for field in first]:
             names = " ".join(field.metadata["options"]["metavar"] for field in first)
-            raise UserError(f"{shown(words[0])} comes before {names}: give {names} first, then flags.")
+            raise UserError(f"{shown(words[0])} comes before {names}: put {names} first, then the flags.")
         rest = (*others, *words[end + 1 :])
         if takes_trainers:
             training_parser().parse(rest, parser.flags)

@@ -70,11 +70,11 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
         if name not in keys:
             flags = [FLAG_OF[name] for name in WORDS]
             hint = ours(str(key), flags) or nearest(plain(str(key)), [flag[2:] for flag in flags])
-            raise UserError(f"{where}: unknown key '{one_line(key, 60)}'.{hint} `--help` lists all.")
+            raise UserError(f"{where}: unknown key '{one_line(key, 60)}'.{hint} `--help all` lists all flags.")
         if name in given:
-            raise UserError(f"{where}: key '{key}' is given twice.")
+            raise UserError(f"{where}: key '{key}' occurs more than once.")
         if value is None:
-            raise UserError(f"{label_of[name]}: has no value; expected {allowed_values(FIELDS[name])}.")
+            raise UserError(f"{label_of[name]} has no value: expected {allowed_values(FIELDS[name])}.")
         given[name] = value
     return read_words(given, label_of)
 

@@ -9,6 +9,7 @@ import dataclasses
 
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.settings import FEWEST_IMAGES
+from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.tasks.settings import asked_task
 from zerovision.training.world.mesh_sizes import data_ranks
@@ -108,7 +109,7 @@ def in_chunks(config: TrainConfig) -> TrainConfig:
             return dataclasses.replace(config, batch_size=chunk, gradient_accumulation_steps=1)
         if images % chunk:
             raise UserError(
-                f"{FLAG_OF[name]} {chunk} does not divide the {images} images of a rank: use "
+                f"{FLAG_OF[name]} {chunk} does not divide the {images} images per rank: use "
                 f"{_divisors(images, FIELDS[name].metadata['high'])}."
             )
         return divided(config, chunk, images, 1)
@@ -133,14 +134,13 @@ def divide_given(config: TrainConfig, ranks: int) -> TrainConfig:
     """
     if not config.global_batch:
         return config
-    whose = "--global-batch of"
+    whose = "--global-batch"
     nearest = f", or --global-batch {nearest_multiples(config.global_batch, config.micro_batch * ranks)}"
     shared = divide(config, config.global_batch, ranks, whose, nearest)
     if config.gradient_accumulation_steps not in (1, shared.gradient_accumulation_steps):
         raise UserError(
-            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}: --batch-size {config.batch_size} x "
-            f"{ranks} ranks needs {shared.gradient_accumulation_steps} of them for {whose} {config.global_batch}: "
-            "leave it out."
+            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}: {whose} {config.global_batch} "
+            f"needs {shared.gradient_accumulation_steps} at this --batch-size: leave it out."
         )
     return shared
 
@@ -163,7 +163,7 @@ def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure:
         cures = f"use {_divisors(global_batch, MOST_RANKS)} ranks{cure}"
         raise UserError(f"{ranks} ranks cannot share {whose} {global_batch} evenly: {cures}.")
     per_rank, batch_size = global_batch // ranks, config.micro_batch
-    product = f"--batch-size {batch_size} x {ranks} ranks"
+    product = f"--batch-size {batch_size} x {plural(ranks, 'rank')}"
     if per_rank % batch_size:
         raise UserError(
             f"{product} does not divide {whose} {global_batch}: "
@@ -172,7 +172,7 @@ def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure:
     accumulation_steps, most = per_rank // batch_size, FIELDS["gradient_accumulation_steps"].metadata["high"]
     if accumulation_steps > most:
         raise UserError(
-            f"{product} needs {accumulation_steps} accumulation steps for {whose} {global_batch}; {most} are allowed: "
+            f"{product} needs {accumulation_steps} accumulation steps for {whose} {global_batch}, more than {most}: "
             "use a larger --batch-size."
         )
     return divided(config, batch_size, global_batch, ranks)

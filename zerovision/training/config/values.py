@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from zerovision.models import hub_name_of
 from zerovision.models.sides import ImageSize, read_size, sides
-from zerovision.training.base.errors import UserError, nearest, ours, plain, shown
+from zerovision.training.base.errors import UserError, either, nearest, ours, plain, shown
 from zerovision.training.base.plugins import names_of
 from zerovision.training.base.run_folder import as_typed
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig
@@ -204,12 +204,13 @@ def allowed_values(field: dataclasses.Field) -> str:
     """Return the allowed values of a field, for a message."""
     kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
     if number:
-        texts = {"above": "above {}", "low": "from {}", "high": "up to {}"}
+        most = "to {}" if field.metadata["above"] is None else "and at most {}"
+        texts = {"above": "above {}", "low": "from {}", "high": most}
         bounds = [text.format(field.metadata[key]) for key, text in texts.items() if field.metadata[key] is not None]
         or_names = "".join(f", or {name}" for name in names)
         or_names += ", or HEIGHTxWIDTH" if field_types()[field.name] == ImageSize else ""
         return " ".join(["a whole number" if number is int else "a number", *bounds]) + or_names
-    return " | ".join(names) if names else {bool: "true or false", str: "text"}[kind]
+    return either(names) if names else {bool: "true or false", str: "text"}[kind]
 
 
 def wrong_value(label: str, value: object, allowed: str, names: Collection[str]) -> UserError:

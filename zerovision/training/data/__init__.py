@@ -110,8 +110,8 @@ def load_data(options: DataOptions, whole: str = "", images: Images | None = Non
     images = list_images(options) if images is None else images
     if options.folds and not whole and (images is None or "val" in parts_there(images)):
         raise UserError(
-            f"--folds {options.folds}: --data {options.data} has a validation part of its own: leave --folds out, "
-            "or give a folder, table, tar or Parquet files without one."
+            f"--folds {options.folds}: --data {options.data} already has a validation part: leave --folds out, "
+            "or use a folder, a table, or tar or Parquet files without one."
         )
     if images is None:
         return importlib.import_module(find_dataset(options.data).module, __name__).load(options)
@@ -143,7 +143,7 @@ def bad_image_share(value: str) -> Fraction:
     if mode != "skip" or not re.fullmatch(r"0?\.[0-9]{1,9}", share) or not Fraction(share):
         raise UserError(
             f"--bad-images {value!r}: expected {BAD_IMAGES_USAGE}, such as skip:0.01 for 1 % of the images; "
-            "the share is above 0 and below 1."
+            "the share must be above 0 and below 1."
         )
     return Fraction(share)
 
@@ -195,11 +195,11 @@ def _check_options(options: DataOptions) -> None:
         if get_origin(hint) is Literal and given not in allowed:
             raise unknown_name(name.replace("_", " "), given, allowed)
     if not 0 < options.val_fraction < 1:
-        raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
+        raise UserError(f"the validation fraction is {options.val_fraction}: use a number above 0 and below 1.")
     if options.folds and not options.fold <= options.folds != 1:
-        raise UserError(f"--folds {options.folds}:{options.fold}: expected K:N, with K of 2 or more and N up to K.")
+        raise UserError(f"--folds {options.folds}:{options.fold}: expected K:N with K of at least 2, N from 1 to K.")
     if options.image_size and any(not MIN_IMAGE_SIZE <= n <= LARGEST_IMAGE_SIZE for n in sides(options.image_size)):
         raise UserError(
-            f"the image size is {options.image_size}: give {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "
-            "or 0 for the data set's own."
+            f"the image size is {options.image_size}: use {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "
+            "or 0 for the data set's own size."
         )

@@ -95,7 +95,7 @@ def read(kind: Kind, options: DataOptions) -> Images:
     root = Path(os.path.expanduser(options.data)).resolve()
     files = _find(root, kind.suffix)
     if not files:
-        raise UserError(f"--data {options.data}: there is no {kind.suffix} file.")
+        raise UserError(f"--data {options.data} contains no {kind.suffix} file.")
     root = root if is_folder(root) else root.parent
     indexes = [open_index(kind, file, options.root / CACHE) for file in files]
     archive = kind.open(files, [index.state for index in indexes])
@@ -120,7 +120,7 @@ def listing_of(
     files, notes = archive.files, list(_notes(indexes))
     if not any(len(index.images) for index in indexes):
         more = f" ({notes[-1]})" if notes else ""
-        raise UserError(f"--data {options.data}: there is no image in {len(files)} {files[0].suffix} file(s){more}.")
+        raise UserError(f"--data {options.data}: no image in {plural(len(files), files[0].suffix + ' file')}{more}.")
     parts = [_part_of(file, root) for file in files]
     if not (options.val_part or any(part_kind(part)[0] for part in parts)):
         parts = [""] * len(parts)

@@ -93,7 +93,7 @@ def _load_npz(options: DataOptions) -> DatasetPair:
     except FileServerError:
         raise
     except Exception as error:  # a damaged file, or a .npy file of one array, may raise any exception
-        raise UserError(f"--data npz:{path}: not a readable .npz file ({' '.join(str(error).split())}).") from None
+        raise UserError(f"--data npz:{path} is not a readable .npz file ({' '.join(str(error).split())}).") from None
     where = f"--data npz:{path}"
     given = [str(name) for name in _labels_in(np.ravel(arrays.get(CLASS_NAMES, [])), f"{where}: {CLASS_NAMES}")]
     every = {part: _labels(arrays, part, where) for part in PARTS}
@@ -106,9 +106,9 @@ def _load_npz(options: DataOptions) -> DatasetPair:
     left_out = sum(label is None for labels in every.values() for label in labels)
     notes = [f"skipped {plural(left_out, 'image')} without a label"] if left_out else []
     if train.images.shape[1:] != val.images.shape[1:]:
-        raise UserError(f"--data npz:{path}: images of x_train and x_test have different shapes.")
+        raise UserError(f"--data npz:{path}: the images of x_train and x_test have different shapes.")
     if train.values != val.values:
-        raise UserError(f"--data npz:{path}: x_train is {train.values}, x_test is {val.values}: make the types equal.")
+        raise UserError(f"--data npz:{path}: x_train is {train.values}, but x_test {val.values}: use the same type.")
     size = size_of(*train.images.shape[2:])
     return make_array_datasets(train, val, names, options, size, "shift_flip").noted(notes)
 
@@ -122,7 +122,7 @@ def _labels(arrays: dict[str, np.ndarray], part: str, where: str) -> list[Label 
     """Return the labels of a part, None for unlabeled images; raise UserError if the array is missing or invalid."""
     missing = [name for name in (f"x_{part}", f"y_{part}") if name not in arrays]
     if missing:
-        raise UserError(f"{where}: {missing[0]} is missing; expected x_train, y_train, x_test, y_test.")
+        raise UserError(f"{where}: {missing[0]} is missing; expected x_train, y_train, x_test and y_test.")
     images, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
     labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels  # as in Keras' CIFAR-10
     if labels.dtype.kind not in "iubUS" or labels.shape != images.shape[:1] or not len(labels):
@@ -150,7 +150,7 @@ def _source(arrays: dict[str, np.ndarray], part: str, where: str, labels: list[i
     if not 1 <= channels <= MOST_IMAGE_CHANNELS or is_narrow:
         raise UserError(
             f"{where}: x_{part} is {images.dtype} {list(images.shape)}; expected images "
-            f"[N, H, W] or [N, H, W, C] with up to {MOST_IMAGE_CHANNELS} channels C."
+            f"[N, H, W] or [N, H, W, C] with at most {MOST_IMAGE_CHANNELS} channels C."
         )
     numbers = np.array(labels)
     kept = slice(None) if (numbers >= 0).all() else numbers >= 0

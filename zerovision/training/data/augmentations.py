@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from zerovision.models import LARGEST_IMAGE_SIZE
-from zerovision.training.base.errors import UserError, one_line, shown, unknown_name
+from zerovision.training.base.errors import UserError, either, one_line, shown, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,8 +131,8 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
     scale = _read_range("--crop-scale", given.crop_scale, 1)
     ratio = _read_range("RATIO of --crop-scale", given.crop_ratio, _LARGEST_RATIO)
     if (given.crop_scale, given.crop_ratio) != (CROP_SCALE, CROP_RATIO) and not line.crop:
-        cropping = ", ".join(name for name, line in AUGMENTATIONS.items() if line.crop)
-        raise UserError(f"--crop-scale: the augmentation {name} does not crop; these do: {cropping}.")
+        cropping = either(name for name, line in AUGMENTATIONS.items() if line.crop)
+        raise UserError(f"--crop-scale: the augmentation {name} does not crop: use {cropping}.")
     is_own_shift = given.shift_pixels == "auto"
     return replace(
         line,
@@ -155,7 +155,7 @@ def _read_range(flag: str, text: str, most: int) -> tuple[float, float]:
     low, high = (Fraction(number) for number in found.groups()) if found else (Fraction(0), Fraction(0))
     if not 0 < low <= high <= most:
         raise UserError(
-            f"{flag} {shown(text)}: expected LOW,HIGH, two numbers above 0 and up to {most}, such as 0.35,1 or 3/4,1."
+            f"{flag} {shown(text)}: expected LOW,HIGH, two numbers above 0 and at most {most}, such as 0.35,1 or 3/4,1."
         )
     return float(low), float(high)
 
@@ -209,6 +209,6 @@ def size_ramp(value: str) -> SizeRamp | None:
     if not (numbers and MIN_IMAGE_SIZE <= numbers[0] <= LARGEST_IMAGE_SIZE and numbers[1] <= numbers[2]):
         raise UserError(
             f"--progressive-size {shown(value)}: expected {USAGE}, such as 128:6:13 for images of 128 pixels in the "
-            f"first 7 epochs and full-size ones after 13; at least {MIN_IMAGE_SIZE} pixels, FIRST not above LAST."
+            f"first 7 epochs and full-size ones after 13; LOW is at least {MIN_IMAGE_SIZE}, and FIRST at most LAST."
         )
     return SizeRamp(*numbers)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerovision.training.base.errors import AgreedError, UserError
+from zerovision.training.base.units import plural
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.world.collectives import gather_objects
 from zerovision.training.world.world import World
@@ -66,7 +67,7 @@ def check_budget(bad_images: dict[str, str], dataset: ImageDataset) -> None:
 def _over_budget(dataset: ImageDataset, bad: Collection[str] = ()) -> UserError:
     shown = ", ".join(list(bad)[:PATHS_IN_ERROR])
     return UserError(
-        f"more than {dataset.most_bad} of {len(dataset)} images cannot be used, the limit of --bad-images"
+        f"more than {dataset.most_bad} of {len(dataset)} images cannot be used, which is the limit of --bad-images"
         f"{': ' + shown if shown else ''}. Repair or remove them (scripts/doctor.py --check-data lists all), or allow "
         "a larger share, such as --bad-images skip:0.05."
     )
@@ -91,15 +92,15 @@ def check_bad_images(loader: Loader, world: World) -> None:
 
 def bad_image_lines(loaders: list[Loader], world: World) -> Iterator[str]:
     """Yield a line about skipped images, and one about unusual images; a collective."""
-    yield from _line("unreadable image(s) skipped", [loader.bad_images for loader in loaders], world)
-    yield from _line("image(s) with a note", [loader.notes for loader in loaders], world)
+    yield from _line("unreadable image", "skipped", [loader.bad_images for loader in loaders], world)
+    yield from _line("image", "with a note", [loader.notes for loader in loaders], world)
 
 
-def _line(title: str, found: list[dict[str, str]], world: World) -> Iterator[str]:
+def _line(noun: str, what: str, found: list[dict[str, str]], world: World) -> Iterator[str]:
     merged = _merged({path: why for one in found for path, why in one.items()}, world)
     if merged:
-        shown = [f"{path} ({why})" for path, why in sorted(merged.items())[:MAX_FILES_LISTED]]
-        yield f"{len(merged)} {title}: {', '.join(shown)}{' ...' if len(merged) > MAX_FILES_LISTED else ''}"
+        shown = ", ".join(f"{path} ({why})" for path, why in sorted(merged.items())[:MAX_FILES_LISTED])
+        yield f"{plural(len(merged), noun)} {what}: {shown}{' ...' if len(merged) > MAX_FILES_LISTED else ''}"
 
 
 def _merged(found: dict[str, str], world: World) -> dict[str, str]:

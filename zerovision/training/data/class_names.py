@@ -147,7 +147,7 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     lists = [[name] for name in names if re.search(r"[;|]|^[\[{].*[\]}]$", name)]
     doubts += _doubts(lists, f"may be several labels: {SEVERAL_LABELS} reads those")
     if any("." in name for name in names) and all(map(_DECIMAL.fullmatch, names)):
-        doubts.append(f"all are numbers such as {names[0]}: if they are measurements, give another --label-column")
+        doubts.append(f"all are numbers such as {names[0]}: if they are measurements, use another --label-column")
     if doubts:
         yield f"check these class names; each counts as a class of its own: {'; '.join(doubts)}"
 

@@ -18,7 +18,8 @@ from torchvision.transforms import v2
 from zerovision.models.preparation import Preparation, differences
 from zerovision.models.sides import ImageSize, sides, size_of
 from zerovision.models.weights_metadata import Preprocessing
-from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.errors import UserError, either, shown
+from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions, bad_image_share
 from zerovision.training.data.augment import (
     CROP_DRAWS,
@@ -156,7 +157,7 @@ def _checked(result: object, image: torch.Tensor, function: object) -> torch.Ten
         return result
     made = f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
     name = getattr(function, "__name__", type(function).__name__)
-    raise UserError(f"the augmentation {name} made {made} of {image.dtype} {list(image.shape)}: return the same.")
+    raise UserError(f"the augmentation {name} made {made} of {image.dtype} {list(image.shape)}: keep type and shape.")
 
 
 @dataclass(frozen=True)
@@ -310,20 +311,20 @@ def make_dataset_pair(
 def _check_names(class_names: list[str], options: DataOptions, sets: LabelSets | None) -> None:
     if options.reads_lists and sets is None:
         raise UserError(
-            f"{SEVERAL_LABELS} reads tables of paths, not --data {options.data}: give LIST.csv, .tsv or .parquet, and "
-            "--label-column NAME of lists such as cat;dog, or --label-column A,B,... of columns of 1 and 0."
+            f"{SEVERAL_LABELS} needs a table of paths, not --data {options.data}: use LIST.csv, .tsv or .parquet with "
+            "--label-column NAME for lists such as cat;dog, or --label-column A,B,... for columns of 1 and 0."
         )
     if repeated := [name for name, count in Counter(class_names).items() if count > 1]:
-        raise UserError(f"--data {options.data}: {len(repeated)} class names occur twice, first {shown(repeated[0])}.")
+        raise UserError(f"--data {options.data}: {len(repeated)} repeated class names, such as {shown(repeated[0])}.")
 
 
 def _check_colours(source: Source, augmentation: Augmentation, options: DataOptions) -> None:
     if (source.channels, source.values) != (3, BYTES) and augmentation.uses_pillow:
         flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
-        plain = ", ".join(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
+        plain = either(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
         raise UserError(
-            f"{flag} changes the colors of 8-bit RGB images, but these have {source.channels} channel(s) of "
-            f"{source.values}: give one of {plain} without --color-jitter."
+            f"{flag} changes the colors of 8-bit RGB images, but these have {plural(source.channels, 'channel')} of "
+            f"{source.values}: use {plain}, without --color-jitter."
         )
 
 
@@ -333,9 +334,9 @@ def _check_sizes(
     """Raise UserError if the sizes of training and validation images, in pixels, are inconsistent."""
     smallest = ramp.low if ramp else min(sides(size))
     if ramp and isinstance(size, str):
-        raise UserError(f"--progressive-size {ramp_given}: only square images grow; these are {size}: leave it out.")
+        raise UserError(f"--progressive-size {ramp_given} is only for square images, not {size}: leave it out.")
     if smallest > min(sides(size)):
-        raise UserError(f"--progressive-size {ramp_given}: images grow to {size} pixels: begin below that.")
+        raise UserError(f"--progressive-size {ramp_given}: images grow to {size} pixels: use a LOW below that.")
     if any(there < here for there, here in zip(sides(eval_size), sides(size), strict=True)):
         raise UserError(f"--image-size {size}:{eval_size}: validation needs at least {size} pixels, as in training.")
     if (augmentation.shift_pixels or 0) >= smallest:
@@ -417,8 +418,8 @@ def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: D
     if 0 < low * IMBALANCE <= high and (options.sampling, options.class_weights) == ("uniform", "none"):
         rarest, most = (shown(class_names[counts.index(count)]) for count in (low, high))
         yield (
-            f"the classes are not balanced: {most} has {high} training images, {rarest} {low}; --sampling balanced or "
-            "--class-weights balanced gives rare classes equal weight"
+            f"the classes are not balanced: {most} has {high} training images, {rarest} has {low}; --sampling balanced "
+            "or --class-weights balanced gives rare classes equal weight"
         )
 
 

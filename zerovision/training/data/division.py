@@ -62,15 +62,15 @@ def divided(images: Images, options: DataOptions) -> list[Images]:
     where, part = f"--data {options.data}", images["part"]
     there = parts_there(images)
     if TRAIN not in there:
-        raise UserError(f"{where} has no training image: add a folder train/, or the split train; {CLASSES_ANYWAY}.")
+        raise UserError(f"{where} has no training images: add a folder train/, or the split train; {CLASSES_ANYWAY}.")
     _check_groups(images, where)
     if VAL not in there:
         rows = np.flatnonzero(part == 0)
         part = part.copy()
         part[rows[_held_out(images, rows, options)]] = 1
     if not (part == 1).any():
-        few = "fewer images or groups than --folds" if options.folds else "one image or group"
-        raise UserError(f"{where}: each class has {few}, so none is left for validation: add images, or a part val.")
+        few = "fewer images or groups than --folds" if options.folds else "only one image or group"
+        raise UserError(f"{where}: each class has {few}, so none is left for validation: add images or a part val.")
     order = _in_order(images)
     return _weighted([images.take(order[part[order] == number]) for number in range(len(PARTS))], where)
 
@@ -115,7 +115,7 @@ def _check_groups(images: Images, where: str) -> None:
         if group := images.words["group"][groups[place]]:
             raise UserError(
                 f"{where}: the group {shown(group)} is in {PARTS[parts[place]]} and in {PARTS[parts[place + 1]]}: put "
-                "all of it into one, or leave out the column split."
+                "the whole group into one, or leave out the column split."
             )
 
 

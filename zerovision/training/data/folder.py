@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from zerovision.training.base.errors import UserError, nearest, ours, shown
+from zerovision.training.base.errors import UserError, either, nearest, ours, shown
 from zerovision.training.base.units import plural
 from zerovision.training.data import DATASETS, DataOptions
 from zerovision.training.data.class_names import first_names, label_of
@@ -65,8 +65,8 @@ class FolderListing:
                 kept.append(entry)
         broken = [entry.path for entry in kept if entry.is_symlink() and not self._exists(entry.path)]
         if broken:
-            more = f" and {len(broken) - 1} more next to it are" if len(broken) > 1 else " is"
-            raise UserError(f"the symbolic link {broken[0]!r}{more} broken: remove or repair it.")
+            more = f" (and {len(broken) - 1} more in its folder)" if len(broken) > 1 else ""
+            raise UserError(f"the symbolic link {broken[0]!r}{more} is broken: remove or repair it.")
         return kept
 
     def folders(self, folder: str) -> list[FolderEntry]:
@@ -186,7 +186,7 @@ def _add_classes(
     """
     entries = folder.entries(top)
     if not entries:
-        raise UserError(f"the data folder {top!r} is empty: give it one folder of images per class.")
+        raise UserError(f"the data folder {top!r} is empty: add one folder of images per class.")
     folder.count_loose(entries)
     counts: Counter[str] = Counter()
     folders, facts = [entry for entry in entries if entry.is_dir()], Facts(part)
@@ -201,16 +201,16 @@ def _add_classes(
             counts[name] += 1
     if not any(counts.values()):
         raise UserError(
-            f"no image in a class folder below {top!r}: expected {os.path.basename(top)}/CLASS/IMAGE "
-            f"with one of {', '.join(IMAGE_EXTENSIONS)}."
+            f"there is no image in a class folder under {top!r}: expected {os.path.basename(top)}/CLASS/IMAGE "
+            f"with {either(IMAGE_EXTENSIONS)}."
         )
     empty = [name for name, count in counts.items() if not count]
     if empty and part != TEST:
-        raise UserError(f"no image in class {first_names(empty)} of {top!r}: add images or remove the folder.")
+        raise UserError(f"there is no image in class {first_names(empty)} of {top!r}: add images or remove the folder.")
     if len(counts) < fewest and part != TEST:
         inside = len(folder.folders(folders[0].path)) > 1
-        cure = f"give --data {folders[0].path}, if its folders are the classes" if inside else "add another one"
-        raise UserError(f"{top!r} has only one class, {next(iter(counts))!r}, but two are needed: {cure}.")
+        cure = f"use --data {folders[0].path}, if its folders are the classes" if inside else "add another class"
+        raise UserError(f"{top!r} has only one class, {next(iter(counts))!r}, but at least two are needed: {cure}.")
     return {*counts}
 
 

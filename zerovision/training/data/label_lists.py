@@ -114,7 +114,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
             missing = next(part for part in divided if part and part not in known)
             raise UserError(
                 f"{where}: {shown(cell)} may be one label or several, and {shown(missing)} is the label of no other "
-                f"image: give {SEVERAL_LABELS}:',' (or :' ', or :';' if it is one label)."
+                f"image: use {SEVERAL_LABELS}:',' (or :' ', or :';' if it is one label)."
             )
         else:
             parts[cell] = [cell]

@@ -70,7 +70,7 @@ def _opened(path: PurePath) -> Any:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UserError(f"'{path}': Parquet files are read by pyarrow: pip install pyarrow.") from None
+        raise UserError(f"'{path}': Parquet files need pyarrow: pip install pyarrow.") from None
     try:
         return patiently(lambda: parquet.ParquetFile(path), path)
     except (FileServerError, UserError):
@@ -138,11 +138,11 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
     images, labels = _chosen(schema, columns), find_column(schema.names, columns[1])
     if not images or not labels:
         raise UserError(
-            f"'{file}' has the columns {one_line(', '.join(schema.names))}: give --label-column NAME, and as "
-            "--path-column the one with the images."
+            f"'{file}' has the columns {one_line(', '.join(schema.names))}: use --label-column NAME, and "
+            "--path-column NAME for the column with the images."
         )
     if str(schema.field(labels).type) in ("halffloat", "float", "double"):
-        raise UserError(f"'{file}': column {labels} has numbers with a fraction: give --label-column NAME.")
+        raise UserError(f"'{file}': column {labels} has numbers with a fraction: use --label-column NAME.")
     facts = FactColumns(schema.names, [images, labels])
     builder, left_out, first = ImagesBuilder(), 0, 0
     for group in range(opened.num_row_groups):
@@ -162,7 +162,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
                     continue
                 found = facts.facts(dict(zip(facts.of_facts.values(), known, strict=True)))
             except ValueError as error:
-                raise UserError(f"'{file}', row {first + row + 1}: {error}: give --label-column NAME.") from None
+                raise UserError(f"'{file}', row {first + row + 1}: {error}: use --label-column NAME.") from None
             name = clean(str(path or "")) or f"{file.stem}-{first + row:09}"
             builder.add(name, label, found, state=(length, 0), place=group << ROW_BITS | row)
         first += opened.metadata.row_group(group).num_rows
@@ -241,19 +241,19 @@ def _of_hub(options: DataOptions) -> Images:
         if options.download:
             raise UserError(f"hf:{repository} could not be downloaded: {redacted(one_line(error))}.") from None
         raise UserError(
-            f"hf:{repository} is not in {constants.HF_HUB_CACHE}: add --download, or give ORG/NAME as on the hub."
+            f"hf:{repository} is not in {constants.HF_HUB_CACHE}: add --download, or use ORG/NAME as on the hub."
         ) from None
     files = [file.relative_to(folder) for file in folder.rglob(f"*{SUFFIX}")]
     configurations = sorted({str(file.parent) for file in files})
     if inner or len(configurations) == 1:
         folder /= inner or configurations[0]
     elif len({file.name for file in files}) < len(files):
-        raise UserError(f"hf:{repository} has {', '.join(configurations)}: give hf:{repository}/{configurations[0]}.")
+        raise UserError(f"hf:{repository} has {', '.join(configurations)}: use hf:{repository}/{configurations[0]}.")
     found = archives.read(kind_of(options), replace(options, data=str(folder)))
     if not split:
         return in_parts(found, options)
     parts = sorted(found.words["part"])
     if split not in parts:
-        raise UserError(f"hf:{repository} has no split {one_line(split)}; it has {', '.join(filter(None, parts))}.")
+        raise UserError(f"hf:{repository} has no split {one_line(split)}, only {', '.join(filter(None, parts))}.")
     chosen = found.take(np.flatnonzero(found["part"] == found.words["part"].index(split)))
     return chosen.renamed("part", dict.fromkeys(parts, TRAIN), PARTS)

@@ -22,7 +22,7 @@ KINDS = {
 }
 FILLERS = frozenset({"set", "images", "image", "imgs", "img", "pics", "pictures", "photos", "data", "dataset", "split"})
 NO_PARTS = "none"  # a value of --val-part
-CLASSES_ANYWAY = f"if the folders are classes, give --val-part {NO_PARTS}"
+CLASSES_ANYWAY = f"if the folders are classes, use --val-part {NO_PARTS}"
 NAMES_SHOWN = 5
 
 
@@ -106,14 +106,14 @@ def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, s
     listed = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
     if chosen and chosen not in given:
         raise UserError(
-            f"--val-part {chosen}: --data {options.data} has no such split.{nearest(chosen, given)} It has {listed}."
+            f"--val-part {chosen}: --data {options.data} has no such split.{nearest(chosen, given)} It has: {listed}."
         )
     if chosen:
         others = {name: TEST if kind == TEST else TRAIN for name, kind in found.items()}
         return others | {chosen: VAL}
     if unknown := sorted(name for name, kind in found.items() if not kind):
         raise UserError(
-            f"--data {options.data}: the split {shown(unknown[0])} is not train, val or test: rename it, or give "
+            f"--data {options.data}: the split {shown(unknown[0])} is not train, val or test: rename it, or use "
             f"--val-part NAME to validate on one of {listed}, or --val-part {NO_PARTS} to ignore all of them."
         )
     return found
@@ -150,7 +150,7 @@ def _chosen(root: str, folders: Sequence[_Folder], val_part: str) -> tuple[Tops,
     val = by_name.get(val_part.strip("/"))
     if val is None:
         raise UserError(
-            f"--val-part {val_part}: {root!r} has no such folder.{nearest(val_part, by_name)} It has "
+            f"--val-part {val_part}: {root!r} has no such folder.{nearest(val_part, by_name)} Its folders: "
             f"{_names(folders) or 'none'}."
         )
     others = [folder for folder in folders if folder is not val and folder.subfolders]
@@ -173,7 +173,7 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
         by_kind[part.kind].append(part)
     for kind, several in by_kind.items():
         if len(several) > 1:
-            cure = "give --val-part NAME" if kind == VAL else "rename all but one"
+            cure = "use --val-part NAME" if kind == VAL else "rename all but one"
             raise UserError(f"{root!r} has more than one {kind} part, {_names(several)}: {cure}.")
     others = [one for one in folders if one not in parts]
     with_images = [one for one in others if one.subfolders or listing.starts_with_images(one.path)]
@@ -190,7 +190,7 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
         raise UserError(f"'{flat.path}' has no class folders: expected {flat.name}/CLASS/IMAGE.")
     if with_images and not (val or test or all(one.kind for one in with_images)):
         raise UserError(
-            f"{root!r} has {train.name}/ beside other folders, {_names(with_images)}: give --data {train.path} to "
+            f"{root!r} has {train.name}/ next to other folders, {_names(with_images)}: use --data {train.path} to "
             f"train on that part alone; {CLASSES_ANYWAY}."
         )
     are_plain = not test and val is not None and (train.name, val.name) == (TRAIN, VAL)
@@ -218,7 +218,7 @@ def _refuse_alike(root: str, folders: Sequence[_Folder]) -> None:
     if len(alike) > 1:
         raise UserError(
             f"{root!r}: the folders {_names(alike)} contain folders with the same names, so they look like parts, not "
-            f"classes: give --val-part {alike[-1].name} to validate on that one; {CLASSES_ANYWAY}."
+            f"classes: use --val-part {alike[-1].name} to validate on that folder; {CLASSES_ANYWAY}."
         )
 
 

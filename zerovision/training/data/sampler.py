@@ -229,7 +229,7 @@ def build_plan(
         places = source.images.shards() if isinstance(source, FileSource) else np.empty((0, 2))
         if len(np.unique(places[:, 0])) < 2:
             raise UserError(
-                f"--order shards: --data {config.data} is not in several shards: give tar or Parquet files "
+                f"--order shards: --data {config.data} does not consist of several shards: use tar or Parquet files "
                 "(python scripts/pack.py DATA OUT makes tar files), or leave --order out."
             )
     return BatchPlan(

@@ -15,7 +15,7 @@ from zerovision.training.base.settings import RunSettings, option, path_option
 from zerovision.training.data.augmentations import AUGMENTATIONS, CROP_RATIO, CROP_SCALE, RANDAUGMENT
 from zerovision.training.data.augmentations import USAGE as SIZE_USAGE
 
-BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
+BAD_IMAGES_USAGE = "error, skip or skip:SHARE"
 DATA_ROOT = "~/.cache/zerovision"
 URL = "://"
 TaskName = Literal["multiclass", "multilabel"]

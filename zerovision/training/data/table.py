@@ -56,7 +56,7 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options
         try:
             path = str(row.get(columns.path) or "")
             if not clean(path):
-                raise ValueError(f"the cell of {columns.path} is empty")
+                raise ValueError(f"the cell in column {columns.path} is empty")
             label, known = columns.label(row), columns.facts(row)
         except ValueError as error:
             raise UserError(f"--data {options.data}, line {line}: {error}.") from None
@@ -65,7 +65,7 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options
         else:
             builder.add(path, label, known)
     if not len(builder):
-        raise UserError(f"--data {options.data}: there is no line below the header.")
+        raise UserError(f"--data {options.data}: the table has no lines below the header.")
     notes = [f"skipped {plural(left_out, 'line')} without a label"] if left_out else []
     return columns.classified(replace(builder.build(root), notes=[*notes, *unused_notes(columns.unused)]), options)
 
@@ -84,10 +84,10 @@ class _TableColumns(FactColumns):
             *((one, name, "--label-column") for one, name in zip(labels, self._classes, strict=True)),
         ):
             if not column:
-                found = f"It has {', '.join(map(one_line, header[:20]))}"
-                cure = f"give {flag} NAME" if "," not in name else f"for a label per column, add {SEVERAL_LABELS}"
+                found = f"The columns are {', '.join(map(one_line, header[:20]))}"
+                cure = f"use {flag} NAME" if "," not in name else f"for a label per column, add {SEVERAL_LABELS}"
                 raise UserError(
-                    f"--data {options.data}: there is no column {name}.{nearest(name, header)} {found}: {cure}."
+                    f"--data {options.data} has no column {name!r}.{nearest(name, header)} {found}: {cure}."
                 )
         super().__init__(header, [self.path, *self._labels])
 
@@ -102,7 +102,7 @@ class _TableColumns(FactColumns):
             texts = ["" if cell is None else cell for cell in cells]
             return set_name([str(text) for text in texts], self._classes) if len(texts) > 1 else list_in(texts[0])
         if cells[0] is None or not clean(str(cells[0])):
-            raise ValueError(f"the cell of {self._labels[0]} is empty")
+            raise ValueError(f"the cell in column {self._labels[0]} is empty")
         return label_of(cells[0])
 
     def classified(self, images: Images, options: DataOptions) -> Images:
@@ -150,14 +150,13 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
         raise UserError(f"--data {options.data}: the table is empty: expected a header with path and label.")
     twice = [name for name in header if name and header.count(name) > 1]
     if twice:
-        raise UserError(f"--data {options.data}: the column {one_line(twice[0])} occurs twice.")
+        raise UserError(f"--data {options.data}: the column {one_line(twice[0])} occurs more than once.")
 
     def cells() -> Iterator[Row]:
         for row in every:
             if len(row) > len(header):
-                raise UserError(
-                    f"--data {options.data}, line {reader.line_num}: {len(row)} cells; the header has {len(header)}."
-                )
+                cells_here = f"{len(row)} cells, but the header has {len(header)}"
+                raise UserError(f"--data {options.data}, line {reader.line_num}: {cells_here}.")
             if row:
                 yield reader.line_num, dict(zip(header, map(as_given, row), strict=False))
 
@@ -193,10 +192,10 @@ def _with_files(images: Images, options: DataOptions) -> Images:
         builder.add(path, None, state=(status.st_size, status.st_mtime_ns))
     if missing:
         raise UserError(
-            f"--data {options.data}: {len(missing)} of {len(images)} images are missing below '{root}', such as "
-            f"{shown(missing[0])}: paths are relative to the table, or give --data-root DIR."
+            f"--data {options.data}: {len(missing)} of {plural(len(images), 'image')} missing under '{root}', such as "
+            f"{shown(missing[0])}: use paths relative to the table, or --data-root DIR."
         )
     notes = [*images.notes]
     if outside:
-        notes.append(f"{len(outside)} of {len(images)} images lie outside of '{root}', such as {shown(outside[0])}")
+        notes.append(f"{len(outside)} of {len(images)} images are outside '{root}', such as {shown(outside[0])}")
     return replace(images.with_files(builder), notes=notes)

@@ -118,8 +118,8 @@ class _Scan:
             kinds = {_kind_of(member.name): member for member in members}
             if key in keys or len(kinds) < len(members):
                 raise UserError(
-                    f"'{self._file}': the key {shown(key)} occurs twice: all files of a sample must have one key and "
-                    "follow each other: rename one, or pack the file again with tar --sort=name."
+                    f"'{self._file}': the key {shown(key)} occurs more than once: all files of a sample must have one "
+                    "key and follow each other: rename one, or pack the file again with tar --sort=name."
                 )
             keys.add(key)
             images = [kind for kind in kinds if self._is_image(kind)]
@@ -129,7 +129,7 @@ class _Scan:
             if len(images) > 1:
                 raise UserError(
                     f"'{self._file}': the sample {shown(key)} has several images, {' and '.join(images)}: choose one "
-                    f"by --path-column {images[0][1:]}."
+                    f"with --path-column {images[0][1:]}."
                 )
             left_out += not (images and self._add(builder, key, kinds[images[0]], kinds))
         unused = [name for columns in self._columns.values() for name in columns.unused]

@@ -91,7 +91,7 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
         except Exception:  # a truncated file may raise any exception
             raise UserError(
                 f"torchvision:{name} is missing or incomplete in {str(root)!r}: add --download, "
-                "or give its folder by --data-root."
+                "or set its folder with --data-root."
             ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)

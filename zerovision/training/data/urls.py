@@ -15,6 +15,7 @@ import torch
 from filelock import FileLock
 
 from zerovision.training.base.errors import UserError, shown
+from zerovision.training.base.units import plural
 from zerovision.training.data import ARCHIVES, TABLE_EXTENSIONS, DataOptions, archives, parquet, table
 from zerovision.training.data.archives import (
     CACHE,
@@ -79,7 +80,7 @@ def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataO
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"'{folder}' cannot be made ({error.strerror}): give --data-root DIR.") from None
+        raise UserError(f"'{folder}' cannot be created ({error.strerror}): use --data-root DIR.") from None
     return Copies(folder, int(options.remote_cache_gb * 1e9), files, states)
 
 
@@ -91,8 +92,8 @@ def _note(copies: Copies, options: DataOptions) -> str:
         return f"{found}, kept in {copies.folder} as they are read"
     if options.order != "shards":
         raise UserError(
-            f"--data {options.data}: {found}, more than --remote-cache-gb {options.remote_cache_gb:g} keeps: give "
-            "--order shards to fetch one shard after another in each epoch, or more."
+            f"--data {options.data}: {found}, more than --remote-cache-gb {options.remote_cache_gb:g} keeps: use "
+            "--order shards to fetch one shard after another in each epoch, or raise it."
         )
     return f"{found}, fetched again in each epoch, one shard after another"
 
@@ -146,16 +147,16 @@ def _with_states(root: RemotePath, lines: Images, options: DataOptions) -> Image
     paths = [os.path.normpath(clean(path).removeprefix(f"{root}/")) for path in lines.paths()]
     if outside := [path for path in paths if path.startswith(("/", ".."))]:
         raise UserError(
-            f"--data {options.data}: {len(outside)} of {len(paths)} images lie outside of '{root}', such as "
-            f"{shown(outside[0])}: a table behind a URL names images below its folder."
+            f"--data {options.data}: {len(outside)} of {len(paths)} images are outside '{root}', such as "
+            f"{shown(outside[0])}: a table behind a URL names only images under its folder."
         )
     files = {path: root / (quote(path) if is_quoted else path) for path in dict.fromkeys(paths)}
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         states = dict(zip(files, pool.map(_state_if_there, files.values()), strict=True))
     if missing := [path for path in paths if not states[path]]:
         raise UserError(
-            f"--data {options.data}: {len(missing)} of {len(paths)} images are missing below '{root}', such as "
-            f"{shown(missing[0])}: paths are relative to the table."
+            f"--data {options.data}: {len(missing)} of {plural(len(paths), 'image')} missing under '{root}', such as "
+            f"{shown(missing[0])}: use paths relative to the table."
         )
     known, numbers = [state for state in states.values() if state], {path: number for number, path in enumerate(files)}
     builder = ImagesBuilder()

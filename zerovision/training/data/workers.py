@@ -65,7 +65,7 @@ def fit_workers_into_memory(
     problem = f"{SHARED_MEMORY} has room for the batches of {room} data workers of each rank"
     if not is_automatic:
         raise UserError(
-            f"--workers {workers}: {problem}. Give --workers {room}, or more shared memory (docker run --shm-size=8g)."
+            f"--workers {workers}: {problem}. Use --workers {room}, or more shared memory (docker run --shm-size=8g)."
         )
     if is_main:
         print(f"note: {problem}, {workers} would be better", file=sys.stderr, flush=True)

@@ -56,7 +56,7 @@ def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by
         if config.engine == "auto" and plan.replicas == 1 and (reasons := way.reasons(plan, module)):
             if needed_by:
                 raise UserError(
-                    f"{needed_by} needs --engine torch; other settings need {way.engine}, the only engine with "
+                    f"{needed_by} needs --engine torch, but other settings need {way.engine}, the only engine with "
                     f"{', '.join(reasons)}: leave one out."
                 )
             return way.engine
@@ -183,7 +183,7 @@ def build_training_model(
             if is_other and forward_failure(built.module, size, config.micro_batch, channels):
                 raise UserError(
                     f"model '{config.model_type}' is made for images of {data.preprocessing.image_size} pixels, and "
-                    f"does not work with {size}: give one --image-size, and no --progressive-size, or another model."
+                    f"does not work with {size}: use one --image-size without --progressive-size, or another model."
                 )
         return tune(built, config.tune)
 

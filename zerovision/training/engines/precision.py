@@ -29,12 +29,12 @@ def resolve_precision(precision: str, device: torch.device) -> str:
             fp32.
     """
     if precision == "fp16" and device.type == "cpu":
-        raise UserError("--precision fp16 is for GPUs: on a CPU one step may take a minute; use bf16, fp32 or auto.")
+        raise UserError("--precision fp16 is for GPUs: on a CPU, one step may take a minute. Use bf16, fp32 or auto.")
     has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= AMPERE
     if precision == "auto":
         return "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
     if precision == "bf16" and not has_bf16:
-        raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has no bf16: use fp16 or auto.")
+        raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} lacks bf16: use fp16 or auto.")
     return precision
 
 

@@ -114,7 +114,7 @@ def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[byt
         if time.monotonic() >= deadline:
             if not earlier.was_before(origin):
                 raise UserError(
-                    f"run '{path.parent.name}' is being trained by {who}. Wait until it ends, or give another "
+                    f"run '{path.parent.name}' is being trained by {who}. Wait until it ends, or use another "
                     f"--run-name. If that machine is lost, remove {path}."
                 )
             print(f"{who}, of an earlier start, is lost: continuing without it", file=sys.stderr, flush=True)
@@ -177,7 +177,7 @@ def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
         folder.metrics.exists()
     except (OSError, RuntimeError, ValueError) as error:
         reason = one_line(getattr(error, "strerror", "") or error)
-        raise UserError(f"--log-dir {shown(config.log_dir)}: {reason.rstrip('.')}. Give another folder.") from None
+        raise UserError(f"--log-dir {shown(config.log_dir)}: {reason.rstrip('.')}. Use another folder.") from None
     return folder
 
 
@@ -188,7 +188,7 @@ def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
     """
     if config.resume == "never" and folder.metrics.exists() and folder.metrics.stat().st_size:
         raise UserError(
-            f"--run-name {folder.name}: {folder.path} already contains a run. Give another name, or --resume auto to "
+            f"--run-name {folder.name}: {folder.path} already contains a run. Use another name, or --resume auto to "
             "continue it."
         )
 
@@ -234,8 +234,8 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
         where = f": {error.filename}" if error.filename else ""
         said = f"--log-dir {folder.log_dir}: cannot be written ({error.strerror}{where})"
         if origin.restarts and error.errno in FULL:
-            raise AnotherStartNeededError(f"{said}; the run goes on when there is room.") from None
-        raise UserError(f"{said}. Give a folder that you may write to.") from None
+            raise AnotherStartNeededError(f"{said}; the run continues when there is room.") from None
+        raise UserError(f"{said}. Use a folder that you can write to.") from None
     return dataclasses.replace(folder, lock=lock)
 
 
@@ -290,7 +290,7 @@ def _check_renames(folder: RunFolder) -> None:
             raise
         raise UserError(
             f"--log-dir {folder.log_dir}: files cannot be renamed there ({error.strerror}), which checkpoints need. "
-            "Give a folder on a disk or a file server, and copy the run when it is done."
+            "Use a folder on a disk or a file server, and copy the run when it is done."
         ) from None
 
 

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.timing import SpanClock
+from zerovision.training.base.units import plural
 from zerovision.training.observe.observer import Observer, StepDone
 
 WARM_UP_STEPS = 5  # before the trace; fewer if the epoch is too short
@@ -76,7 +77,7 @@ class StepProfiler(Observer):
         except OSError as error:
             self._loggers.message(f"note: the profile cannot be written: {error}")
         else:
-            self._loggers.message(f"profile of {steps} step(s) written: {self._folder}/trace.json.gz, summary.txt")
+            self._loggers.message(f"profile of {plural(steps, 'step')}: {self._folder}/trace.json.gz, summary.txt")
 
 
 def costliest_operators(trace: profile, steps: int) -> str:
@@ -87,8 +88,8 @@ def costliest_operators(trace: profile, steps: int) -> str:
     kernels = [event for event in events if event.device_type != DeviceType.CPU]
     key = "self_device_time_total" if kernels else "self_cpu_time_total"
     total = max(sum(getattr(event, key) for event in kernels or operators), 1e-9)
-    lines = [f"{steps} step(s) of rank 0; {'GPU' if kernels else 'CPU'} time of the operator itself", ""]
-    lines.append(f"{'share':>7} {'ms a step':>10} {'calls a step':>13}  operator")
+    lines = [f"{plural(steps, 'step')} of rank 0; {'GPU' if kernels else 'CPU'} time of the operator itself", ""]
+    lines.append(f"{'share':>7} {'ms/step':>10} {'calls/step':>13}  operator")
     for event in sorted(operators, key=attrgetter(key), reverse=True)[:OPERATORS_LISTED]:
         time, calls = getattr(event, key), event.count / steps
         lines.append(f"{time / total:7.1%} {time / 1000 / steps:10.3f} {calls:13.1f}  {event.key}")

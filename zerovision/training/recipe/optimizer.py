@@ -210,10 +210,10 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
     for option in options:
         if option not in known:
             allowed = ", ".join(sorted(OPTION_READERS.keys() & known)) or "none"
-            raise UserError(f"{flag} {option}: {name} has no such option. Allowed: {allowed}.")
+            raise UserError(f"{flag}: {name} has no option {option!r}. Allowed: {allowed}.")
     betas = get_optimizer_info(name).num_betas
     if len(options.get("betas", range(betas))) != betas:
-        raise UserError(f"{flag} betas: {name} takes {betas} of them.")
+        raise UserError(f"{flag}: {name} has {betas} betas.")
     return options
 
 
@@ -271,9 +271,7 @@ def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind
     state[kind].copy_(kept)
 
 
-def _groups(
-    optimizer: torch.optim.Optimizer,
-) -> Callable[[torch.Tensor], tuple[torch.optim.Optimizer, dict[str, Any]]]:
+def _groups(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], tuple[torch.optim.Optimizer, dict[str, Any]]]:
     """Return a function that finds the rule and the group of a weight."""
     groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
     group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zerovision.training.base.errors import UserError, shown, unknown_name
+from zerovision.training.base.errors import UserError, either, shown, unknown_name
 
 # These rules work with every engine and strategy: an element's update depends only on that element's history, so flat
 # parts of parameters can be updated like whole parameters.
@@ -39,11 +39,11 @@ def _number(low: float, high: float) -> Callable[[str], float]:
 # For each of the OPTIONS of `--optimizer`, a description of its values and the function that parses them. timm's other
 # options are left out, because they would turn a rule into a different kind of rule.
 OPTION_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    **dict.fromkeys(("alpha", "momentum"), ("a number from 0 to below 1", _number(0.0, 1))),
+    **dict.fromkeys(("alpha", "momentum"), ("a number that is at least 0 and below 1", _number(0.0, 1))),
     **dict.fromkeys(("eps", "trust_coeff"), ("a number above 0", _number(sys.float_info.min, math.inf))),
     **dict.fromkeys(("amsgrad", "centered", "nesterov"), ("true or false", {"true": True, "false": False}.__getitem__)),
     "betas": (
-        "numbers from 0 to below 1, such as 0.9/0.95",
+        "numbers that are at least 0 and below 1, such as 0.9/0.95",
         lambda text: tuple(map(_number(0.0, 1), text.split("/"))),
     ),
     "ns_steps": ("a whole number from 1 to 20", _number(1, 21)),
@@ -61,7 +61,7 @@ def read_options(flag: str, text: str) -> dict[str, Any]:
         name, _, value = word.partition("=")
         if name not in OPTION_READERS:
             raise UserError(
-                f"{flag} {shown(word)}: expected NAME=VALUE with a NAME of {', '.join(sorted(OPTION_READERS))}, "
+                f"{flag} {shown(word)}: expected NAME=VALUE with a NAME of {either(sorted(OPTION_READERS))}, "
                 "such as betas=0.9/0.95,eps=1e-6."
             )
         expected, read = OPTION_READERS[name]
@@ -117,11 +117,11 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_
         raise unknown_name("optimizer", name, allowed)
     if name in WHOLE_PARAMETER and shards_parameters:
         raise UserError(
-            f"{flag} {name} needs whole parameters, which --strategy {strategy} shards: use --strategy ddp, "
+            f"{flag} {name} needs whole parameters, but --strategy {strategy} shards them: use --strategy ddp, "
             "or a rule such as adamw or lion."
         )
     if name in WHOLE_PARAMETER and engine not in ("auto", "torch"):
         raise UserError(
-            f"{flag} {name} needs whole parameters, which --engine {engine} cuts into flat parts: "
+            f"{flag} {name} needs whole parameters, but --engine {engine} cuts them into flat parts: "
             "use --engine torch, or auto."
         )

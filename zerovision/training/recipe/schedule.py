@@ -183,11 +183,12 @@ class Form(NamedTuple):
     usage: str
 
 
+_STEPS = "step:30,60:0.1 to decay at epochs 30 and 60, or step:30:0.1 to decay every 30 epochs"
 SCHEDULES = {
     "cosine": Form(lambda _config, _steps: {"shape": _cosine}, "cosine"),
     "linear": Form(lambda _config, _steps: {"shape": _polynomial}, "linear"),
     "polynomial": Form(_polynomial_fields, "polynomial:POWER, such as polynomial:2"),
-    "step": Form(_step_fields, "step:EPOCHS:FACTOR, such as step:30,60:0.1, or step:30:0.1 for every 30 epochs"),
+    "step": Form(_step_fields, f"step:EPOCHS:FACTOR, such as {_STEPS}"),
     "constant": Form(lambda _config, _steps: {"final_scale": 1.0}, "constant"),
     "wsd": Form(_stable_fields, "wsd:EPOCHS:SHAPE, such as wsd:5:sqrt, with a SHAPE of sqrt, linear or cosine"),
 }
@@ -233,7 +234,7 @@ def schedule_notes(schedule: Schedule) -> list[str]:
     if schedule.drop_rate != 1:
         late = sum(drop >= schedule.total_steps for drop in schedule.drops)
         if late == len(schedule.drops):
-            notes.append("no decay of --schedule step lies within the run: the rate stays constant")
+            notes.append("no decay of --schedule step falls within the run: the rate stays constant")
         elif late:
-            notes.append(f"{late} of the {len(schedule.drops)} decays of --schedule step lie after the run's end")
+            notes.append(f"{late} of the {len(schedule.drops)} decays of --schedule step come after the run's end")
     return notes

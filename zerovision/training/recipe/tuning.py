@@ -84,7 +84,7 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
         else:
             parts.append(names_of_layer)
     if count > len(parts):
-        raise UserError(f"--tune layers:{count}: there are {len(parts)} layers before the head: use --tune full.")
+        raise UserError(f"--tune layers:{count}: there are only {len(parts)} layers before the head: use --tune full.")
     return frozenset(name for part in parts[-count:] for name in part)
 
 
@@ -123,7 +123,7 @@ def _add_adapters(built: BuiltModel, rank: int) -> int:
     names = sorted(called)
     if not names:
         raise UserError(
-            f"--tune lora:{rank}: no layer of this model takes an adapter of this rank: use another --tune."
+            f"--tune lora:{rank}: no layer of this model supports an adapter of this rank: use another --tune."
         )
     try:
         from peft import LoraConfig, inject_adapter_in_model  # importing peft takes seconds

@@ -22,6 +22,7 @@ import torch
 
 from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE, RunEnded, UserError, printable
 from zerovision.training.base.points import Loggers
+from zerovision.training.base.units import plural
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.transfer import to_device
 from zerovision.training.engines.engine import StepInput, StepResult, TimedEngine
@@ -47,7 +48,7 @@ def check_audit(config: ObserveSettings, world: World) -> None:
             f"--audit {every}: a single rank has no other rank to compare with: start two or more, or leave it out."
         )
     if every and world.device.type == "cuda" and not config.deterministic:
-        raise UserError(f"--audit {every}: a GPU repeats its bits only with --deterministic: give both, or neither.")
+        raise UserError(f"--audit {every}: a GPU repeats its results only with --deterministic: use both, or neither.")
 
 
 class _WrongLeafError(Exception):
@@ -188,7 +189,7 @@ class Audited:
         differing = sorted({name for name, _ in first[owner].items() ^ first[checker].items()})
         self.loggers.message(
             f"step {step}: {who} computed wrong results: rank {owner} and rank {checker} have different gradients of "
-            f"the same images in {len(differing)} layer(s), such as {differing[0]}; the step starts again"
+            f"the same images in {plural(len(differing), 'layer')}, such as {differing[0]}; the step starts again"
         )
         named = {"ranks": wrong, "hosts": [hosts[rank] for rank in wrong], "parameters": differing}
         self.loggers.event("wrong_gradient", {"step": step} | named)

@@ -126,7 +126,7 @@ class Saver(Observer):
                 free = shutil.disk_usage(self._folder).free
         free = broadcast_object(free, self._world)
         sizes = f"the weights take {format_bytes(weights)}, a checkpoint {format_bytes(each)}"
-        cure = "free space there, or give another --log-dir"
+        cure = "free space there, or use another --log-dir"
         if is_new and free < weights + each:
             raise AgreedError(f"{self._folder.parent} has {format_bytes(free)} free: {sizes}: {cure}.")
         kept = self._config.keep_last + 2  # while one is written, all others and the best epoch's remain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.units import format_bytes
+from zerovision.training.base.units import format_bytes, plural
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.tasks.class_counts import ClassCounts
@@ -49,8 +49,8 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
     has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images with and without a class
     if not has_both and score != "loss" and (score in AREAS or data.sets is not None):
         raise UserError(
-            f"--best-by {score} needs images with and without a class, but each class has all "
-            f"{len(data.val)} validation images or none: give --best-by "
+            f"--best-by {score} needs images with and without each class, but each class has all "
+            f"{len(data.val)} validation images or none: use --best-by "
             f"{'top1' if data.sets is None else 'loss'}, or other validation images."
         )
     samples, num_classes = max(map(len, (data.val, data.test or ()))), len(data.class_names)
@@ -58,11 +58,11 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
         score, ranks = "map", 1  # all probabilities are finally gathered on every rank
     keeps = keeps_probabilities(score, samples, num_classes, batch_size, ranks)
     if score in AREAS and not keeps:
-        cure = "validate on fewer" if data.sets else "give more ranks, or --best-by macro_f1 or balanced_accuracy"
+        cure = "validate on fewer" if data.sets else "use more ranks, or --best-by macro_f1 or balanced_accuracy"
         needed = _probability_bytes(samples, num_classes, batch_size, ranks)
         raise UserError(
             f"--best-by {score} keeps the probability of every class for every image: {samples} images x "
-            f"{num_classes} classes take {format_bytes(needed)} of each of {ranks} rank(s), more than "
+            f"{num_classes} classes take {format_bytes(needed)} on each of {plural(ranks, 'rank')}, more than "
             f"{format_bytes(MOST_PROBABILITY_BYTES)}: {cure}."
         )
     return keeps

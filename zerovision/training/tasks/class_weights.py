@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from zerovision.training.base.errors import UserError, nearest, shown
 
-USAGE = 'none, balanced, CLASS=WEIGHT,... ("a, b"=2 for names with commas), or FILE.csv of CLASS,WEIGHT; others weigh 1'
+USAGE = 'none, balanced, CLASS=WEIGHT,... ("a, b"=2 for a name with commas), or FILE.csv of CLASS,WEIGHT; others have 1'
 HEAVIEST = 10**6
 
 
@@ -24,13 +24,13 @@ def given_weights(value: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for name, number in _pairs(value):
         if name in weights:
-            raise UserError(f"--class-weights {shown(value)}: class {shown(name)} has two weights: give one.")
+            raise UserError(f"--class-weights {shown(value)}: class {shown(name)} has more than one weight: keep one.")
         try:
             weights[name] = float(number)
         except ValueError:
             weights[name] = math.nan
         if not (name and 0 <= weights[name] <= HEAVIEST):  # NaN is in no range
-            raise UserError(f"--class-weights {shown(value)}: expected {USAGE}; a weight is from 0 to {HEAVIEST}.")
+            raise UserError(f"--class-weights {shown(value)}: expected {USAGE}; weights are from 0 to {HEAVIEST}.")
     return weights
 
 
@@ -72,7 +72,7 @@ def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int])
     for name in given:
         if name not in class_names:
             some = ", ".join([*class_names[:10], *["..."] * (len(class_names) > 10)])
-            hint = f"{nearest(name, class_names)} It has {some}."
+            hint = f"{nearest(name, class_names)} Its classes are {some}."
             raise UserError(f"--class-weights: the data has no class {shown(name)}.{hint}")
     if value == "balanced":
         weights = [1 / count if count else 0.0 for count in counts]

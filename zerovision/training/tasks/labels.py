@@ -152,7 +152,7 @@ def _check_threshold(config: TaskSettings, classes: int) -> None:
     if not low < threshold < high:
         raise UserError(
             f"--loss bce:{threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
-            f"{classes} classes, the smoothed targets are {low:.4g} and {high:.4g}; give a value between them."
+            f"{classes} classes, the smoothed targets are {low:.4g} and {high:.4g}: use a value between them."
         )
 
 

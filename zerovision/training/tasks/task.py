@@ -60,10 +60,10 @@ class Task(Mode):
         given_weights(config.class_weights)
         if config.learning_rate == "auto" and config.loss not in OF_CLASSES:
             loss = f"{of['loss']} {config.loss}"
-            yield f"{loss} cannot be combined with {of['learning_rate']} auto: give a rate, or another loss."
+            yield f"{loss} cannot be combined with {of['learning_rate']} auto: use a number, or another loss."
         if config.class_weights != "none" and config.sampling == "balanced":
             both = f"{of['class_weights']} and {of['sampling']} balanced"
-            yield f"{both} both compensate for rare classes: give one of them."
+            yield f"{both} both compensate for rare classes: use only one of them."
 
     def chunks(self) -> dict[str, int]:
         """Return the name and value of the setting that limits the images per pass through the network, if in use."""

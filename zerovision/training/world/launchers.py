@@ -119,10 +119,10 @@ def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
     if "LOCAL_RANK" in environment or pods.rpartition(":")[2] in ("0", "1"):  # '1:4' means 1 to 4
         return
     names = [name for name in ("RANK", "WORLD_SIZE", "PET_NNODES") if name in environment]
-    said = ", ".join(f"{name}={environment[name]}" for name in names)
+    said = " and ".join(f"{name}={environment[name]}" for name in names)
     raise UserError(
-        f"{said}, but no LOCAL_RANK: this is one of several pods, and each would train alone. Type torchrun "
-        "scripts/train_distributed.py ... in each, with the flags of docs/guides/several-machines.md, Kubernetes; "
+        f"{said}, but LOCAL_RANK is not set: this is one of several pods, and each would train alone. Run torchrun "
+        "scripts/train_distributed.py ... in each, with the flags in docs/guides/several-machines.md, Kubernetes; "
         f"to train only in this pod, unset {' '.join(names)}."
     )
 
@@ -156,8 +156,8 @@ def _refuse_a_single_process() -> None:
         raise UserError(f"srun started {size} processes, and each would train on its own. {_WAYS}")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         raise UserError(
-            "accelerate was asked for several processes but started only one: give it --multi_gpu, which also "
-            f"starts them on CPUs, instead of --cpu. {_WAYS}"
+            "accelerate was told to start several processes but started only one: use its flag --multi_gpu, which "
+            f"also starts processes on CPUs, instead of --cpu. {_WAYS}"
         )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.units import plural
 
 
 def data_ranks(ranks: int, mesh: Mapping[str, int]) -> int:
@@ -19,5 +20,5 @@ def data_ranks(ranks: int, mesh: Mapping[str, int]) -> int:
     if rest or not groups:
         flags = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in [*mesh.items()][::-1])
         fitting = f"{groups * whole} or {(groups + 1) * whole}" if groups else f"{whole}"
-        raise UserError(f"{flags}: {ranks} rank(s) cannot be divided into groups of {whole}: start {fitting} ranks.")
+        raise UserError(f"{flags}: {plural(ranks, 'rank')} cannot form groups of {whole}: start {fitting} ranks.")
     return groups

@@ -115,7 +115,7 @@ def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -
     here = f"this machine has {', '.join(sorted(present))}"
     if missing := [name for name in gloo.split(",") if name and name not in present]:
         raise UserError(
-            f"GLOO_SOCKET_IFNAME {shown(gloo)}: no interface {shown(missing[0])}, {here}. Correct or unset it."
+            f"GLOO_SOCKET_IFNAME {shown(gloo)}: no interface {shown(missing[0])}; {here}. Correct or unset it."
         )
     excludes, pattern = nccl.startswith("^"), nccl.removeprefix("^")
     is_exact, names = pattern.startswith("="), [word.partition(":")[0] for word in pattern.removeprefix("=").split(",")]
@@ -123,4 +123,4 @@ def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -
         name for name in present for word in names if word and (name == word if is_exact else name.startswith(word))
     }
     if has_gpus and any(names) and (named == {*present} if excludes else not named):
-        raise UserError(f"NCCL_SOCKET_IFNAME {shown(nccl)} matches no interface, {here}. Correct or unset it.")
+        raise UserError(f"NCCL_SOCKET_IFNAME {shown(nccl)} matches no interface; {here}. Correct or unset it.")

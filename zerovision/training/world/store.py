@@ -56,7 +56,7 @@ def _listen(address: str, port: int, *, is_alone: bool) -> int:
         except OSError as error:
             listener.close()
             if error.errno == errno.EADDRINUSE:
-                raise UserError(f"port {port} is in use: give a free one with --master_port.") from None
+                raise UserError(f"port {port} is in use: choose a free one with --master_port.") from None
             if error.errno != errno.EADDRNOTAVAIL or one[0] == "":
                 raise
             print(f"note: {address} is not an address of this machine: rank 0 listens on all of them", file=sys.stderr)

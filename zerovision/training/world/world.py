@@ -130,12 +130,12 @@ def start_world(*, deterministic: bool = False) -> World:
         if "EADDRINUSE" not in str(error):
             raise
         port = os.environ.get("MASTER_PORT")
-        raise UserError(f"port {port} is in use: give a free one with --master_port, or in MASTER_PORT.") from None
+        raise UserError(f"port {port} is in use: choose a free one with --master_port or MASTER_PORT.") from None
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
         raise UserError(
-            "several ranks were given one GPU: give each its own (srun --gpus-per-task=1), or all GPUs to every rank."
+            "several ranks share one GPU: assign each its own (srun --gpus-per-task=1), or all GPUs to every rank."
         ) from None
     # Sent over gloo between CPUs, small values and stop requests never wait for a GPU's queue. The thread that writes
     # checkpoints has its own group, because it runs concurrently.
@@ -226,7 +226,7 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
     # As under `srun --gpus-per-task=1`.
     sees_its_own_alone = present == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if local_size > present and not sees_its_own_alone:
-        raise UserError(f"{local_size} GPUs requested, {present} present: request fewer.")
+        raise UserError(f"{local_size} GPUs requested, but only {present} present: request fewer.")
     device = torch.device("cuda", 0 if sees_its_own_alone else local_rank)
     torch.cuda.set_device(device)
     return device
@@ -245,7 +245,7 @@ def _refuse_unusable_gpus() -> None:
     except (AssertionError, RuntimeError) as error:
         reason = one_line(error).rstrip(".")
         raise UserError(
-            f"torch {torch.__version__} cannot use the {len(gpus)} GPU(s) of this machine: {reason}. Fix that "
+            f"torch {torch.__version__} cannot use the {plural(len(gpus), 'GPU')} of this machine: {reason}. Fix that "
             "(scripts/doctor.py helps), or compute on the CPU: put CUDA_VISIBLE_DEVICES= before the command."
         ) from None
 

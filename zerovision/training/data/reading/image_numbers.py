@@ -54,13 +54,13 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
     """
     kind = FLOATS if numbers.dtype.kind == "f" else numbers.dtype.name
     if kind not in VALUE_TYPES:
-        raise UserError(f"{name} has {numbers.dtype} numbers: give uint8, uint16, int16, or floats from 0 to 1.")
+        raise UserError(f"{name} has {numbers.dtype} numbers: use uint8, uint16, int16, or floats from 0 to 1.")
     if kind == FLOATS:
         numbers = numbers.astype(np.float32)
         low, high = numbers.min(initial=0), numbers.max(initial=0)
         if not (low >= 0 and high <= 1):  # also true for NaN
             raise UserError(
-                f"{name} has floats from {low:g} to {high:g}, whose scale is unknown: give (x - LOW) / (HIGH - LOW) "
+                f"{name} has floats from {low:g} to {high:g}, whose scale is unknown: use (x - LOW) / (HIGH - LOW) "
                 "with fixed LOW and HIGH, so that all values, including those of later images, are from 0 to 1."
             )
     tensor = torch.from_numpy(np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("=")))

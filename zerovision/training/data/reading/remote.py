@@ -15,7 +15,7 @@ import re
 from pathlib import PurePath, PurePosixPath
 from typing import Any
 
-from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.errors import UserError, either, one_line
 from zerovision.training.data.reading.retry import patiently
 
 PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
@@ -47,11 +47,11 @@ def check_url(text: str) -> bool:
     scheme, separator, rest = text.partition("://")
     given = f"--data {redacted(text)}"
     if separator and (scheme not in PACKAGES or not rest.strip("/")):
-        raise UserError(f"{given}: expected a path, or a URL that begins with {'://, '.join(PACKAGES)}://.")
+        raise UserError(f"{given}: expected a path, or a URL with {either(f'{name}://' for name in PACKAGES)}.")
     if separator and ("@" in rest.partition("/")[0] or "?" in rest or "#" in rest):
         raise UserError(
-            f"{given}: a user, password or query would appear in logs: give the URL without it, and credentials where "
-            f"{PACKAGES[scheme]} finds them (such as ~/.netrc, ~/.aws, hf auth login)."
+            f"{given}: a user, password or query would appear in logs: use the URL without it, and store credentials "
+            f"where {PACKAGES[scheme]} finds them (such as ~/.netrc, ~/.aws, hf auth login)."
         )
     return bool(separator)
 
@@ -68,7 +68,7 @@ def _file_system(scheme: str, process: int) -> Any:
         return fsspec.filesystem(scheme, skip_instance_cache=True, **options)
     except ImportError:
         package = PACKAGES[scheme]
-        raise UserError(f"{scheme}:// is read by fsspec with {package}: pip install fsspec {package}.") from None
+        raise UserError(f"{scheme}:// needs fsspec and {package}: pip install fsspec {package}.") from None
 
 
 def _ask_once(file: PurePath, method: str, **options: Any) -> Any:

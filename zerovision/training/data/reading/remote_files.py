@@ -197,5 +197,5 @@ class RemoteArchive(Archive):
         if size > self._copies.max_bytes and not self._is_of_images:
             raise UserError(
                 f"the images of the {part} part are in {size / 1e9:.3g} GB of files, but --remote-cache-gb keeps "
-                f"{self._copies.max_bytes / 1e9:g}: give more, or pack the data with scripts/pack.py."
+                f"{self._copies.max_bytes / 1e9:g}: raise it, or pack the data with scripts/pack.py."
             )

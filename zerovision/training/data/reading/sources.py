@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.augment import BoxChooser
 from zerovision.training.data.images import Images
@@ -93,7 +94,7 @@ class ArraySource(Source):
             return ArraySource(images, self.labels, channels, self.values)
         able = "1 or 3" if found in (1, 3) else f"{found} alone"
         raise UserError(
-            f"the images have {found} channel(s), which can be read as {able}, not as {channels}: change "
+            f"the images have {plural(found, 'channel')}, which can be read as {able}, not as {channels}: change "
             "--image-channels, or the data."
         )
 
@@ -184,7 +185,7 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
         values, found = kind_of_numbers(parts[0].name(0), parts[0].content(0), max_pixels)
         for part, what in zip(parts[1:], ("validation", "test"), strict=False):
             if (other := kind_of_numbers(part.name(0), part.content(0), max_pixels)[0]) != values:
-                raise UserError(f"the {what} images are {other}, but the training images {values}: use one type.")
+                raise UserError(f"the {what} images are {other}, but the training images are {values}: use one type.")
         channels = options.image_channels or (3 if found == 1 else found)
         decoder: Decoder = partial(decode_numbers, wanted=values, channels=channels, max_pixels=max_pixels)
     else:

@@ -111,7 +111,7 @@ def _mistakes(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str
         elif expected is None:
             yield f"key '{name}' is unknown, or has no effect here.{nearest(key, schema)}"
         elif value == "auto":
-            yield f"key '{name}' is 'auto', which is not supported here: give a value."
+            yield f"key '{name}' is 'auto', which is not supported here: set a value."
         elif isinstance(expected, Mapping):
             if isinstance(value, Mapping):
                 yield from _mistakes(value, expected, prefix=name + ".")
@@ -167,7 +167,7 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
     stage, expected = content.get("zero_optimization", {}).get("stage"), STRATEGIES[strategy].zero_stage
     if stage != expected:
         raise UserError(
-            f"{path}: zero_optimization.stage is {stage}; strategy {strategy} is stage {expected}. "
+            f"{path}: zero_optimization.stage is {stage}, but strategy {strategy} is stage {expected}. "
             "Choose another --strategy to change the stage."
         )
     return content
@@ -213,5 +213,5 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise UserError(f"key '{next(key for key in keys if keys.count(key) > 1)}' is given twice.")
+        raise UserError(f"key '{next(key for key in keys if keys.count(key) > 1)}' occurs more than once.")
     return result

@@ -65,16 +65,16 @@ class DiLoCo(Way):
         meant = self.config.islands or size // ranks_per_machine(world, flag)
         if meant < 2:
             raise AgreedError(
-                f"{flag} needs 2 islands or more, not {meant}: give {flag}:N, for N islands, and a multiple "
+                f"{flag} needs at least 2 islands, not {meant}: use {flag}:N for N islands, with a multiple "
                 f"of N ranks ({size} here), or leave {flag} out."
             )
         machines = {*gather_objects(world.local_size, world)}
         islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
         if names is None and islands != meant:
-            cure = f", or give {flag}:{islands}" if islands > 1 else ""
+            cure = f", or {flag}:{islands}" if islands > 1 else ""
             raise AgreedError(
-                f"{flag}:{meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of whole "
-                f"machines or part of one: start a multiple of {meant} ranks{cure}."
+                f"{flag}:{meant}: {plural(size, 'rank')} cannot be divided into {meant} groups, where each is whole "
+                f"machines or an equal part of one: use a number of ranks that is a multiple of {meant}{cure}."
             )
         before = islands if names is None else number_of_islands(names)
         if islands == before:

@@ -65,7 +65,7 @@ class Pipeline(Way):
         flag = f"{label_of['pipeline_parallel']} {self.config.pipeline_parallel}"
         for name in ("batch_size", "learning_rate"):
             if getattr(self.config, name) == "auto":
-                yield f"{flag} cannot be combined with {label_of[name]} auto: give {label_of[name]} a number."
+                yield f"{flag} cannot be combined with {label_of[name]} auto: use a number for {label_of[name]}."
         if self.uses_own():
             if self.config.distill:  # a teacher runs where the images are, but the last stage computes the loss
                 taught = label_of["distill"]
@@ -76,7 +76,7 @@ class Pipeline(Way):
         members = self.config.ensemble_members.count(",") + 1
         if members < self.config.pipeline_parallel:
             yield (
-                f"{flag}: an ensemble of {plural(members, 'member')} fills {plural(members, 'rank')}: give "
+                f"{flag}: an ensemble of {plural(members, 'member')} fills at most {plural(members, 'rank')}: use "
                 f"{label_of['pipeline_parallel']} {members} or less, or more members."
             )
 
@@ -86,8 +86,8 @@ class Pipeline(Way):
         flag = f"--pipeline-parallel {stages}:{self.config.pipeline_schedule}"
         if micro_batches < stages:
             raise UserError(
-                f"{flag}: {stages} ranks need {stages} or more micro-batches per step, but a step has {micro_batches}: "
-                f"use --gradient-accumulation-steps {stages}, or more, with a smaller batch size."
+                f"{flag}: {stages} ranks need at least {stages} micro-batches per step, not {micro_batches}: "
+                f"use --gradient-accumulation-steps {stages} or more, with a smaller batch size."
             )
         rounds = micro_batches // stages
         if self.config.pipeline_schedule == "interleaved" and micro_batches % rounds:

@@ -187,7 +187,7 @@ def named_cuts(traced: Trace, split: str, stages: int, label: str) -> list[str]:
     before = [traced.calls[name].operations for name in names]
     if len(names) != stages - 1 or before != sorted({*before}):
         raise UserError(
-            f"{label} {split}: give the first block of every stage but the first, in order: {stages - 1} for "
+            f"{label} {split}: name the first block of every stage except the first, in order: {stages - 1} for "
             f"{stages} stages."
         )
     return names
@@ -198,8 +198,8 @@ def check_places(traced: Trace, stages: int, label: str) -> None:
     places = places_to_cut(traced)
     if not places:
         raise UserError(
-            f"{label}: this model cannot be cut into stages, because several tensors pass between layers: use one such "
-            "as vgg, mobilenet, efficientnet, cnn_lstm, timm's resnets, ViTs or ConvNeXts, or fsdp_stage3."
+            f"{label}: this model cannot be cut into stages, because several tensors pass between layers: use a model "
+            "such as vgg, mobilenet, efficientnet, cnn_lstm, timm's resnets, ViTs or ConvNeXts, or fsdp_stage3."
         )
     if len(places) < stages - 1:
         raise UserError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import Values, option
+from zerovision.training.base.units import plural
 from zerovision.training.engines.ways import NOT_COMPILED, OUR_ENGINE, Way
 from zerovision.training.recipe.rules import ELEMENT_WISE
 
@@ -47,7 +48,7 @@ class Tensor(Way):
         if ranks % size:
             raise UserError(
                 f"--tensor-parallel {size}: its ranks exchange activations in every layer and must be on one machine, "
-                f"which has {ranks} rank(s): start a multiple of {size} on each."
+                f"but each has {plural(ranks, 'rank')}: start a multiple of {size} on each."
             )
 
     def prepare(self, module: nn.Module, world: World) -> ModelPart:

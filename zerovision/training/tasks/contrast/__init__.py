@@ -37,9 +37,9 @@ class Contrastive(Task):
         config, of = self.config, label_of
         cache, loss = (f"{of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
         if config.gradient_cache and config.batch_size == "auto":
-            yield f"{cache} already sets how many images the network takes at once: give {of['batch_size']} a number."
+            yield f"{cache} already sets the images per forward pass: use a number for {of['batch_size']}."
         if self.is_asked() and model_spec(config.model_type).takes_members:
-            yield f"{loss}: the members of an ensemble have no features in common: train each one separately."
+            yield f"{loss} does not support ensembles, whose members share no features: train each member separately."
 
     def chunks(self) -> dict[str, int]:
         return {"gradient_cache": self.config.gradient_cache} if self.config.gradient_cache else {}

@@ -36,7 +36,7 @@ class Distillation(Task):
         if self.is_asked():
             read_distill(self.config.distill)
         if self.is_asked() != bool(self.config.teacher):
-            yield f"{label_of['distill']} learns from {label_of['teacher']}: give both, or neither."
+            yield f"{label_of['distill']} and {label_of['teacher']} need each other: use both, or neither."
 
     def prepare(self, data: DatasetPair, precision: str, world: World) -> None:
         from zerovision.training.tasks.teacher.network import load_teacher
@@ -73,6 +73,6 @@ def read_distill(word: str) -> tuple[float, float]:
         if 0 < temperature <= MOST_TEMPERATURE and 0 < share <= 1:
             return temperature, share
     raise UserError(
-        f"--distill {shown(word)}: expected kl:T, or kl:T:ALPHA with a share of the teacher, such as kl:4 or kl:4:0.9; "
-        f"T is up to {MOST_TEMPERATURE}, ALPHA up to 1, both above 0."
+        f"--distill {shown(word)}: expected kl:T or kl:T:ALPHA, with the teacher's share ALPHA, such as kl:4 or "
+        f"kl:4:0.9; T is at most {MOST_TEMPERATURE} and ALPHA at most 1, both above 0."
     )

@@ -140,7 +140,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
         own, given = (torch.tensor(each[:2], dtype=torch.float64) for each in (made, here))
         if own.shape != given.shape:
             raise UserError(
-                f"--teacher {config.teacher} takes images of {own.shape[1]} channel(s); these have {given.shape[1]}."
+                f"--teacher {config.teacher} needs images with {plural(own.shape[1], 'channel')}, not {given.shape[1]}."
             )
         for size in data.train.sizes:
             if failure := forward_failure(module, size, config.micro_batch, data.preprocessing.channels):
@@ -158,7 +158,7 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
     digests = gather_objects(teacher.digest, world)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            raise AgreedError(f"--teacher {config.teacher} differs between rank {rank} and rank 0: copy one to all.")
+            raise AgreedError(f"--teacher {config.teacher} differs between rank {rank} and rank 0: use the same file.")
     return teacher
 
 
@@ -203,18 +203,18 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
         if len(known[0]) != number:
             raise UserError(
                 f"--teacher-classes {config.teacher_classes} has {plural(len(known[0]), 'line')}, but --teacher "
-                f"{config.teacher} {number} outputs: give a line for each."
+                f"{config.teacher} has {plural(number, 'output')}: use one line per output."
             )
     if not known:
         raise UserError(
             f"--teacher {config.teacher} has no names for its {number} classes, and an equal number does not mean an "
-            f"equal order: give {states}."
+            f"equal order: use {states}."
         )
     order, missing = order_of(data.class_names, known)
     if missing:
         raise UserError(
             f"--teacher {config.teacher} has no output for {len(missing)} of the {len(data.class_names)} classes, such "
-            f"as {shown(missing[0])}; it has classes such as {shown(known[0][0])}: give one that was trained on them, "
+            f"as {shown(missing[0])}; it has classes such as {shown(known[0][0])}: use one that was trained on them, "
             f"or, if only the names differ, {states}."
         )
     return order
@@ -241,8 +241,8 @@ def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise UserError(
-            f"--teacher {config.teacher} is neither a run with a {WEIGHTS}, here or in {logs[0]}, nor a file: give "
-            "one, or timm:NAME."
+            f"--teacher {config.teacher} is neither a file nor a run with a {WEIGHTS}, here or in {logs[0]}: use "
+            "one of these, or timm:NAME."
         )
     module, metadata = load_model(path)
     names = metadata["class_names"]
@@ -254,7 +254,7 @@ def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, Outpu
     try:
         published = published_config(config.teacher.removeprefix(TIMM_PREFIX))
         if not published["num_classes"]:
-            raise UserError("it has features and no classes: train a head on it, and give that run")
+            raise UserError("it has features and no classes: train a head on it, and use that run")
         settings = RunSettings(model_type=config.teacher, pretrained=True, stem="keep")
         made_for = data.preprocessing
         built = build_model(settings, published["num_classes"], made_for.image_size, made_for.channels)
