@@ -105,7 +105,7 @@ def test_a_step_without_a_checkpoint_is_trained_from_the_seed(run, tmp_path):
     (bare / "metrics.jsonl").write_text("\n".join(line for line in lines if '"hashes"' not in line) + "\n")
     result = command_here("replay", str(bare), "--step", "1")
     assert result.returncode == 0, result.stderr
-    assert "step 1: the run has no hashes of it" in result.stdout
+    assert "step 1: the run has no hashes of this step" in result.stdout
 
 
 @pytest.mark.slow
@@ -113,7 +113,9 @@ def test_a_damaged_checkpoint_and_a_step_that_never_was_are_refused(run, tmp_pat
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged)
     (damaged / "checkpoints" / "step-00000-0000003" / shard_name(0)).write_bytes(b"")
-    assert_user_error(command_here("replay", str(damaged), "--step", "4"), "step-00000-0000003: no good checkpoint. ")
+    assert_user_error(
+        command_here("replay", str(damaged), "--step", "4"), "step-00000-0000003: there is no good checkpoint. "
+    )
     assert (damaged / "checkpoints" / "step-00000-0000003").is_dir()
     assert_user_error(command_here("replay", str(run), "--step", "11"), "--step 11: run two has 10 steps: use 1 to 10")
     stopped = shutil.copytree(run, tmp_path / "stopped")

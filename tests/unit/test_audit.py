@@ -189,7 +189,7 @@ def test_weights_of_a_table_stay(photos, tmp_path):
         assert one.source.name(0) == other.source.name(0)
     assert before.train.source.loss_weights.tolist() == pytest.approx(after.train.source.loss_weights.tolist())
     (tmp_path / "fixes.csv").write_text("path,action,new\n")
-    with pytest.raises(UserError, match="several lines of the data name one file"):
+    with pytest.raises(UserError, match="several lines of the data name the same file"):
         audit(AuditSettings(data=str(table), fixes=str(tmp_path / "fixes.csv"), output=str(tmp_path / "audit")))
 
 

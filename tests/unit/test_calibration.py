@@ -126,7 +126,7 @@ def test_a_table_names_its_columns(call, run, digit_folder, tmp_path):
     table = tmp_path / "list.csv"
     table.write_text("picture,digit\n" + "".join(f"{path},{path.parent.name}\n" for path in files))
     words = ("evaluate", run, "--data", table, "--output", tmp_path / "e")
-    assert "there is no column" in call(*words)[2]
+    assert "has no column" in call(*words)[2]
     assert call(*words, "--path-column", "picture", "--label-column", "digit")[0] == 0
     assert json.loads((tmp_path / "e" / "scores.json").read_text())["samples"] == len(files)
 

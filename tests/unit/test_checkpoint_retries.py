@@ -238,7 +238,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_first_step(tmp_
         monkeypatch.setattr(saver_module.shutil, "disk_usage", lambda _: Usage(free))
         return training.saver.check_room(**given)
 
-    line = rf"^{tmp_path}/run has 479 B free: the weights take 120 B, a checkpoint 360 B: free space there, or give ano"
+    line = rf"^{tmp_path}/run has 479 B free: the weights take 120 B, a checkpoint 360 B: free space there, or use ano"
     with pytest.raises(UserError, match=line):
         with_free(weights + each - 1, is_new=True)
     few = "free for up to 4 checkpoints"

@@ -162,8 +162,8 @@ def test_of_several_labels_one_class_with_and_without_images_is_enough(score, va
     ("score", "val_counts", "samples", "ranks", "complaint"),
     [
         ("auroc", [0, 9], 9, 1, "each class has all 9 validation images or none: use --best-by top1"),
-        ("map", [0, 9], 9, 1, "--best-by map needs images with and without a class"),
-        ("auroc", [1] * 20_000, 100_000, 1, "100000 images x 20000 classes take 8 GB of each of 1 rank"),
+        ("map", [0, 9], 9, 1, "--best-by map needs images with and without each class"),
+        ("auroc", [1] * 20_000, 100_000, 1, "100000 images x 20000 classes take 8 GB on each of 1 rank"),
         ("map", [1] * 20_000, 100_000, 1, "use more ranks, or --best-by macro_f1 or balanced_accuracy."),
         ("map", [1] * 20_000, 100_000, 2, None),
         ("map", [1, 8], 9, 1, None),

@@ -203,7 +203,7 @@ def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_p
         prepare(made(tmp_path, "learning-rate=0.01,0.03"))
     (tmp_path / "runs" / "other-1").mkdir(parents=True)
     (tmp_path / "runs" / "other-1" / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="a run 'other-1' exists already"):
+    with pytest.raises(UserError, match="a run 'other-1' already exists"):
         prepare(made(tmp_path, "seed=0,1", name="other"))
 
 

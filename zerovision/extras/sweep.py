@@ -274,7 +274,7 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
                 "use the same --best-by for all."
             )
         if sweep.halving and own.epochs != config.epochs:
-            raise UserError("--vary epochs=... with --halving: trials cannot differ in epochs then: leave one out.")
+            raise UserError("--vary epochs=... with --halving: all trials need the same --epochs: leave one out.")
         trials.append(trial)
     try:
         if not (folder / LINE).exists():

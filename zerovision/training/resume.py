@@ -277,7 +277,7 @@ def check_fit(
             if key == DATA_SET and data is not None:
                 difference = describe_change(read_image_list(run / IMAGES), data)
             raise UserError(
-                f"checkpoint {found.path} was made with a different {key}: {one_line(difference, 400)}. Use the same, "
+                f"checkpoint {found.path} was made with another {key}: {one_line(difference, 400)}. Use the same, "
                 f"or start a new run from its weights: --weights {run / WEIGHTS} and another --run-name."
             )
     progress = manifest.progress

@@ -145,7 +145,7 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
         )
     if config.strategy in OF_LAUNCHERS:
         yield (
-            f"{of['strategy']} {config.strategy} is only for the launchers, which run the planner: run bash "
+            f"{of['strategy']} {config.strategy} is only for the launchers, which run the planner: use bash "
             f"scripts/launch_distributed.sh {config.model_type} {config.strategy} <num_gpus> {config.batch_size} "
             f"{config.epochs}."
         )
@@ -236,7 +236,7 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     for name in ("warmup_epochs", "cooldown_epochs"):
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
         if used > config.epochs:
-            before = "" if used == getattr(config, name) else " and the other phases of the schedule"
+            before = "" if used == getattr(config, name) else " is too long with the other phases of the schedule"
             yield f"{of[name]} {getattr(config, name)}{before}: the run has only {plural(config.epochs, 'epoch')}."
     decay, schedule = given_decay(config.schedule), f"{of['schedule']} {config.schedule}"
     last = round(decay + config.cooldown_epochs, 6)
@@ -244,7 +244,7 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
         yield f"{schedule}: the decay of wsd must begin at a whole epoch: use wsd:{start}."
     if decay and used + decay > config.epochs:
-        before = " and the other phases of the schedule" if used else ""
+        before = " is too long with the other phases of the schedule" if used else ""
         yield f"{schedule}{before}: the run has only {plural(config.epochs, 'epoch')}."
 
 

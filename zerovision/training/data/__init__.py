@@ -197,7 +197,7 @@ def _check_options(options: DataOptions) -> None:
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: use a number above 0 and below 1.")
     if options.folds and not options.fold <= options.folds != 1:
-        raise UserError(f"--folds {options.folds}:{options.fold}: expected K:N with K of at least 2, N from 1 to K.")
+        raise UserError(f"--folds {options.folds}:{options.fold}: expected K:N with K of at least 2 and N from 1 to K.")
     if options.image_size and any(not MIN_IMAGE_SIZE <= n <= LARGEST_IMAGE_SIZE for n in sides(options.image_size)):
         raise UserError(
             f"the image size is {options.image_size}: use {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "

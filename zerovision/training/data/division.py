@@ -70,7 +70,7 @@ def divided(images: Images, options: DataOptions) -> list[Images]:
         part[rows[_held_out(images, rows, options)]] = 1
     if not (part == 1).any():
         few = "fewer images or groups than --folds" if options.folds else "only one image or group"
-        raise UserError(f"{where}: each class has {few}, so none is left for validation: add images or a part val.")
+        raise UserError(f"{where}: each class has {few}, so none is left for validation: add images or a val part.")
     order = _in_order(images)
     return _weighted([images.take(order[part[order] == number]) for number in range(len(PARTS))], where)
 

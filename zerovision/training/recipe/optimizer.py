@@ -213,7 +213,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
             raise UserError(f"{flag}: {name} has no option {option!r}. Allowed: {allowed}.")
     betas = get_optimizer_info(name).num_betas
     if len(options.get("betas", range(betas))) != betas:
-        raise UserError(f"{flag}: {name} has {betas} betas.")
+        raise UserError(f"{flag}: {name} needs {betas} betas.")
     return options
 
 

@@ -122,7 +122,7 @@ def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
     said = " and ".join(f"{name}={environment[name]}" for name in names)
     raise UserError(
         f"{said}, but LOCAL_RANK is not set: this is one of several pods, and each would train alone. Run torchrun "
-        "scripts/train_distributed.py ... in each, with the flags in docs/guides/several-machines.md, Kubernetes; "
+        "scripts/train_distributed.py ... in each, with the flags in docs/guides/several-machines.md (Kubernetes); "
         f"to train only in this pod, unset {' '.join(names)}."
     )
 

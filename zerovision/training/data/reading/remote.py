@@ -47,7 +47,8 @@ def check_url(text: str) -> bool:
     scheme, separator, rest = text.partition("://")
     given = f"--data {redacted(text)}"
     if separator and (scheme not in PACKAGES or not rest.strip("/")):
-        raise UserError(f"{given}: expected a path, or a URL with {either(f'{name}://' for name in PACKAGES)}.")
+        schemes = either(f"{name}://" for name in PACKAGES)
+        raise UserError(f"{given}: expected a path, or a URL that begins with {schemes}.")
     if separator and ("@" in rest.partition("/")[0] or "?" in rest or "#" in rest):
         raise UserError(
             f"{given}: a user, password or query would appear in logs: use the URL without it, and store credentials "

@@ -48,7 +48,7 @@ class Tensor(Way):
         if ranks % size:
             raise UserError(
                 f"--tensor-parallel {size}: its ranks exchange activations in every layer and must be on one machine, "
-                f"but each has {plural(ranks, 'rank')}: start a multiple of {size} on each."
+                f"but each machine has {plural(ranks, 'rank')}: start a multiple of {size} on each."
             )
 
     def prepare(self, module: nn.Module, world: World) -> ModelPart:

@@ -34,7 +34,7 @@ class Multilabel(Task):
 
     def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
         if self.is_asked() and model_spec(self.config.model_type).takes_members:
-            yield f"{label_of['task']} {MULTILABEL}: the members of an ensemble choose one class: use another model."
+            yield f"{label_of['task']} {MULTILABEL} cannot train ensembles, which pick one class: use another model."
 
     def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
         from zerovision.training.tasks.multilabel.labels import several_loss
