@@ -209,6 +209,6 @@ def size_ramp(value: str) -> SizeRamp | None:
     if not (numbers and MIN_IMAGE_SIZE <= numbers[0] <= LARGEST_IMAGE_SIZE and numbers[1] <= numbers[2]):
         raise UserError(
             f"--progressive-size {shown(value)}: expected {USAGE}, such as 128:6:13 for images of 128 pixels in the "
-            f"first 7 epochs, then up to full size after 13; LOW is at least {MIN_IMAGE_SIZE}, and FIRST at most LAST."
+            f"first 7 epochs, growing to full size after 13; LOW is at least {MIN_IMAGE_SIZE}, and FIRST at most LAST."
         )
     return SizeRamp(*numbers)
