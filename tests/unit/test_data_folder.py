@@ -344,7 +344,7 @@ def test_classes_of_other_sizes_are_noted_with_the_flag_that_answers(tmp_path):
     make_images(tmp_path / "train", {"rare": 2, "usual": 30}, size=(1, 1))
     make_images(tmp_path / "val", {"rare": 1, "usual": 1}, size=(1, 1))
     (note,) = [note for note in load(tmp_path).notes if "balanced" in note]
-    assert "'usual' has 30 training images, 'rare' 2" in note
+    assert "'usual' has 30 training images, 'rare' has 2" in note
     assert "--class-weights balanced" in note
     for answer in ({"sampling": "balanced"}, {"class_weights": "balanced"}):
         assert not any("balanced" in note for note in load(tmp_path, **answer).notes)

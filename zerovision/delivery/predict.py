@@ -263,7 +263,7 @@ def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
             found = True
             yield path
     if not found:
-        raise UserError(f"there is no image in the folder '{folder}': expected names that end with {either(extensions)}.")
+        raise UserError(f"there is no image in the folder '{folder}': expected names that end in {either(extensions)}.")
 
 
 def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
