@@ -89,7 +89,7 @@ def test_words_with_shell_characters_come_through_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"GLOO_SOCKET_IFNAME": "eth99"}, "GLOO_SOCKET_IFNAME 'eth99': no interface 'eth99', this machine has "),
+        ({"GLOO_SOCKET_IFNAME": "eth99"}, "GLOO_SOCKET_IFNAME 'eth99': no interface 'eth99'; this machine has "),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
             "RANK=0 and WORLD_SIZE=2, but LOCAL_RANK is not set: this is one of several pods, and each would train",
