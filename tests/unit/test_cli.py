@@ -41,7 +41,7 @@ def test_help_imports_little(words):
     assert result.returncode == (2 if words == ["lunch"] else 0)
     if words == ["lunch"]:
         [said] = [line for line in lines if not line.startswith("import time:")]
-        assert said.startswith("zerovision: unknown command 'lunch': expected train, launch, ")
+        assert said.startswith("zerovision: unknown command 'lunch': expected one of train, launch, ")
         assert said.endswith(" Did you mean launch?")
 
 

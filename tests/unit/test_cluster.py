@@ -622,9 +622,9 @@ def test_no_mark_is_left_in_this_environment() -> None:
         (
             "eth",
             "",
-            "GLOO_SOCKET_IFNAME 'eth': no interface 'eth', this machine has enp3s0, eth0, eth1, lo",
+            "GLOO_SOCKET_IFNAME 'eth': no interface 'eth'; this machine has enp3s0, eth0, eth1, lo",
         ),  # no prefix
-        ("eth0,ib0", "", "GLOO_SOCKET_IFNAME 'eth0,ib0': no interface 'ib0', "),
+        ("eth0,ib0", "", "GLOO_SOCKET_IFNAME 'eth0,ib0': no interface 'ib0'; "),
         ("docker0", "", "no interface 'docker0'"),  # without an address
         ("", "eth", ""),
         ("", "ib,enp", ""),

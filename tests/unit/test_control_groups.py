@@ -222,7 +222,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch, seen_gpus, visible, count
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if not visible:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(UserError, match=f"^4 GPUs requested, {count} present"):
+    with pytest.raises(UserError, match=f"^4 GPUs requested, but only {count} present"):
         _choose_device(1, 4)
 
 

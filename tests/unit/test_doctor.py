@@ -50,7 +50,7 @@ def test_the_trainers_flags_are_taken_with_the_command_s_own_or_behind_two_dashe
     assert behind.config().label_column == "tags"
     packed = PackSettings.read(["digits", "new", *words, "--shard-mb", "9"])
     assert packed == PackSettings.read(["digits", "new", "--shard-mb", "9", "--", *words])
-    with pytest.raises(UserError, match="'--task' comes before DATA OUT: give DATA OUT first"):
+    with pytest.raises(UserError, match="'--task' comes before DATA OUT: put DATA OUT first"):
         PackSettings.read([*words, "digits", "new"])
     with pytest.raises(UserError, match="Did you mean '--label-column'"):
         DoctorSettings.read(["--labels-column", "tags"]).config()

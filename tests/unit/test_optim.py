@@ -107,9 +107,9 @@ def test_equals_pytorchs_schedulers(changes, oracle):
 @pytest.mark.parametrize("cooldown", [0.3, 0.333333, 1 / 3, 0.1234567])
 def test_the_decay_of_wsd_begins_where_the_check_says(cooldown):
     config = dataclasses.replace(CONFIG, schedule="wsd:2.5", cooldown_epochs=cooldown)
-    with pytest.raises(UserError, match=r"give ") as caught:
+    with pytest.raises(UserError, match="use wsd:") as caught:
         check_config(config, FLAG_OF)
-    given = dataclasses.replace(config, schedule="wsd:" + str(caught.value).partition("give ")[2].rstrip("."))
+    given = dataclasses.replace(config, schedule=str(caught.value).partition("use ")[2].rstrip("."))
     assert check_config(given, FLAG_OF) == given
     assert build_schedule(given, steps_per_epoch=5, global_batch=32, head_epochs=0).stable_steps == 35
 

@@ -343,7 +343,7 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(hub, kinds, expected, tmp_
         load_data(options("hf:org/other", tmp_path))
     assert sorted((tmp_path / "hub").rglob("*")) == before, "nothing is written there"
     shutil.copytree(hub, hub.parent / "more", symlinks=True)
-    with pytest.raises(UserError, match=r"hf:org/name has data, more: give hf:org/name/data\."):
+    with pytest.raises(UserError, match=r"hf:org/name has data, more: use hf:org/name/data\."):
         load_data(options("hf:org/name", tmp_path))
     assert len(load_data(options("hf:org/name/more", tmp_path)).test) == 36
 
