@@ -337,7 +337,7 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(hub, kinds, expected, tmp_
     pair = load_data(options("hf:org/name", tmp_path))
     assert (len(pair.train) + len(pair.val), len(pair.test)) == (36, 36)
     assert trained("hf:org/name:train", tmp_path) == expected
-    with pytest.raises(UserError, match="hf:org/name has no split dev; it has test, train"):
+    with pytest.raises(UserError, match="hf:org/name has no split dev, only test, train"):
         load_data(options("hf:org/name:dev", tmp_path))
     with pytest.raises(UserError, match=r"hf:org/other is not in .*/hub: add --download, or use ORG/NAME"):
         load_data(options("hf:org/other", tmp_path))
