@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 from commands import launch, read_metrics
 from ranks import run_ranks
@@ -14,6 +18,7 @@ from zerovision.training.run import run
 
 PLANTED = """
 import os
+import re
 import sys
 
 calls = []
@@ -52,18 +57,31 @@ def test_a_rank_that_runs_out_of_memory_ends_the_start_and_smaller_settings_go_o
         assert read_metrics(tmp_path / "runs/run", "epoch")
 
 
+class StartsAgain(Exception):
+    """A search for a batch size that a launcher starts again, because a rank has run out of memory."""
+
+
+def start(cases):
+    try:
+        return run_ranks("tests.training.out_of_memory_ranks:find_batch_size", 2, Path(cases[0]["log_dir"]), cases)
+    except AssertionError as error:
+        if "rank 1 ran out of memory: " in str(error) and "--batch-size auto continues below" in str(error):
+            raise StartsAgain from error
+        raise
+
+
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
     """Search for a batch size on two ranks and train, in as many starts as it takes; both ranks come to the same."""
     log_dir = tmp_path_factory.mktemp("searches")
 
-    def search(starts: int = 1, **case) -> dict:
-        function = "tests.training.out_of_memory_ranks:find_batch_size"
+    def search(starts: Sequence[int] = (1,), **case) -> dict:
         cases = [case | {"log_dir": str(log_dir), "resume": "auto"}]
-        for _ in range(starts - 1):
-            with pytest.raises(AssertionError, match=r"rank 1 ran out of memory: .*--batch-size auto continues below"):
-                run_ranks(function, 2, log_dir, cases)
-        first, second = run_ranks(function, 2, log_dir, cases)
+        for number in range(1, max(starts) + 1):  # noqa: B007
+            with contextlib.suppress(StartsAgain):
+                first, second = start(cases)
+                break
+        assert number in starts
         assert first == second
         assert first[0]["code"] == 0
         return first[0]
@@ -74,7 +92,7 @@ def searched(tmp_path_factory):
 @pytest.mark.slow
 def test_all_ranks_take_what_fits_the_one_with_the_least_memory(searched):
     """And train as if that had been given: trials, also those that ran out of memory, leave no trace."""
-    found = searched(starts=2, name="least", global_batch=256, most=32, lookahead=1, image_size=8)
+    found = searched(starts=(2,), name="least", global_batch=256, most=32, lookahead=1, image_size=8)
     outcomes = {tried["batch_size"]: tried["is_out_of_memory"] for tried in found["found"]["tried"]}
     assert outcomes == {8: False, 64: True, 32: False}
     assert found["found"]["batch_size"] == 32
@@ -86,12 +104,14 @@ def test_all_ranks_take_what_fits_the_one_with_the_least_memory(searched):
 def test_the_batch_size_under_a_real_limit_of_one_rank(searched):
     """The kernel gives rank 1 too little for 64 images, some 660 MB, and enough for 8, some 260 MB.
 
-    What is found has been trained with, in the trial and then in the run.
+    Whether 32 fit depends on the memory that this processor's convolutions need besides the tensors. What is found has
+    been trained with, in the trial and then in the run.
     """
     case = {"global_batch": 128, "model_type": "efficientnet", "image_size": 32}
-    found = searched(name="limited", limit_mb=480, **case)["found"]
+    found = searched(starts=(1, 2, 3), name="limited", limit_mb=480, **case)["found"]
     assert 8 <= found["batch_size"] < 64
     fitting = next(tried for tried in found["tried"] if tried["batch_size"] == found["batch_size"])
+    assert not fitting["is_out_of_memory"]
     assert fitting["taken_bytes"] <= FILL * fitting["room_bytes"] <= FILL * 480e6
 
 
