@@ -482,7 +482,7 @@ def write_bad_file(kind: str, file: Path) -> None:
         ("code in torch file", "could run code is refused"),
         ("code beside arguments", r"\(asks for (posix|nt)\.system; a file that could run code is refused\)"),
         ("whole model", r"\(asks for \S+; a file that could run code is refused\)"),
-        ("two networks", r"holds 2 such networks \('student\.', 'teacher\.'\): save the state_dict of one"),
+        ("two networks", r"contains 2 such networks \('student\.', 'teacher\.'\): save the state_dict of one"),
         ("prefix of another model", r"1 tensors missing, 0 unexpected \(first missing 'bn1.weight'\)"),
         ("prefix of some", rf"to a different model than '{SMALL_OF_TIMM}': \d+ tensors missing"),
         ("no tensors", "has no state_dict"),

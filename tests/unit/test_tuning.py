@@ -120,7 +120,7 @@ def test_layers_of_an_ensemble_are_those_of_each_member():
 
 
 def test_a_network_with_fewer_layers_or_an_unknown_head_is_refused():
-    with pytest.raises(UserError, match="--tune layers:4: there are 3 layers before the head: use --tune full"):
+    with pytest.raises(UserError, match="--tune layers:4: there are only 3 layers before the head: use --tune full"):
         built("basic_cnn", "layers:4")
     with pytest.raises(UserError, match="--tune head: it is not known which layer of this model is its head"):
         tune(BuiltModel(nn.Linear(3, 2), Description("basic_cnn", None, 2, 8)), "head")
