@@ -1,4 +1,4 @@
-"""Finds the preprocessing that a run's starting weights or its teacher were trained with, from timm or a file."""
+"""Finds the preprocessing of the weights that a run starts or learns from, in timm or a file."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
         batch_size: number of images per micro-batch.
     """
     kinds = [{flag: size} for flag in MESH for size in SIZES]
-    # On several machines, each machine's ranks form a tensor group, which runs a pipeline stage (Narayanan et al.
+    # On several machines, each machine's ranks form a tensor group, which runs one stage (Narayanan et al.
     # 2021, section 3.2).
     of_a_machine = {flag: job.machine.ranks for flag, way in MESH.items() if way.divides_layers}
     of_groups = [of_a_machine | stages for stages in kinds if not of_a_machine.keys() & stages.keys()]

@@ -191,7 +191,7 @@ def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every parameter, which is `ds_shape` for DeepSpeed's empty ZeRO 3 parameters."""
+    """Return the whole shape of every parameter; empty ZeRO 3 parameters keep theirs in `ds_shape`."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
 
 
