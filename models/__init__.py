@@ -23,7 +23,7 @@ class ModelSpec:
     """An entry of `MODELS`.
 
     Attributes:
-        summary: One phrase for `--help` and the guide.
+        summary: Short description of the network.
         timm_name: The network's name in timm, if it is one of timm's own.
         module: The module that registers the network with timm under the model's name, if it is not one of timm's own.
             An ensemble has no module, because `zerovision.models.build` builds it from its members.

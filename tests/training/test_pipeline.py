@@ -95,7 +95,7 @@ REFUSED = {
     "several paths": ({"network": "branches"}, "several tensors pass between layers"),
     "unknown": (
         {"network": "vit", "split": "blocks.9"},
-        "SPLIT of --pipeline-parallel blocks.9: this model can be cut before",
+        "--pipeline-parallel SPLIT blocks.9: this model can be cut before",
     ),
     "inside a block": ({"network": "vit", "split": "blocks.1.attn"}, "can be cut before blocks, blocks.1"),
     "too many": ({"network": "vit", "split": "blocks.1,blocks.2"}, "1 for 2 stages"),

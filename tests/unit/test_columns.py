@@ -232,7 +232,7 @@ def test_the_column_of_a_name():
     assert find_column(["Label", "label"], "label") == "label"
     assert find_column(["x", " LABEL"], "label") == " LABEL"
     assert find_column(["x"], "label") is None
-    with pytest.raises(UserError, match="the columns 'Label', 'LABEL' have the same name: keep only one"):
+    with pytest.raises(UserError, match="the columns 'Label', 'LABEL' differ only in case or blanks: keep only one"):
         find_column(["Label", "LABEL"], "label")
     columns = FactColumns(["path", "Set", "weight"], ["path"])
     assert (columns.of_facts, columns.unused) == ({"weight": "weight"}, ["Set"])

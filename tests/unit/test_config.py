@@ -314,7 +314,7 @@ def test_a_part_of_a_word_in_a_file_is_checked_together_with_the_flags(tmp_path)
     file.write_text("mixup: 0.2\nmixup-probability: 1::40")
     words = ["--config", str(file), "--preset", "resnet50-rsb-a2"]
     assert parse_args(words)[0].mixup_off_epochs == 40
-    with pytest.raises(UserError, match=rf"^--config {file}: OFF_EPOCHS of mixup-probability 40: the run has only 39"):
+    with pytest.raises(UserError, match=rf"^--config {file}: mixup-probability OFF_EPOCHS 40: the run has only 39"):
         parse_args([*words, "--epochs", "39"])
 
 

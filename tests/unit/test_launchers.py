@@ -292,7 +292,7 @@ def test_a_flag_may_repeat_a_word_and_not_contradict_it(flag: str, form: str) ->
     assert read_arguments(script, [*words, *flags], {}).flags == flags
     flags = [*flags[:-1], f"{flags[-1]}1"]
     name = flag.split("=")[0]
-    with pytest.raises(UserError, match=f"^{name} is .*, but the argument .* is .*: leave {name} out\\.$"):
+    with pytest.raises(UserError, match=f"^{name} is .*, but the .* argument is .*: leave {name} out\\.$"):
         read_arguments(script, [*words, "--seed", "7", *flags], {})
 
 

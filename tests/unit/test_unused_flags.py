@@ -57,15 +57,15 @@ def test_a_flag_without_what_it_belongs_to_is_named(name):
             {"epochs": 3, "learning_rate": 0.1, "optimizer": "sgd", "solver": "lbfgs"},
         ),
         ("--val-fraction", {"folds": 5, "val_fraction": 0.3}),
-        ("MOMENTUM of --optimizer", {"optimizer": "sgd", "optimizer_options": "momentum=0.9", "momentum": 0.5}),
+        ("--optimizer MOMENTUM", {"optimizer": "sgd", "optimizer_options": "momentum=0.9", "momentum": 0.5}),
         ("--head-epochs", {"model_type": "mobilenet_finetuned", "tune": "head", "head_epochs": 1}),
-        ("BACKBONE_LEARNING_RATE_SCALE of --head-epochs", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),
+        ("--head-epochs BACKBONE_LEARNING_RATE_SCALE", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),
         (
-            "SCHEDULE of --pipeline-parallel",
+            "--pipeline-parallel SCHEDULE",
             {"pipeline_schedule": "interleaved", "pipeline_parallel": 2, "model_type": "ensemble"},
         ),
-        ("PADDING of --shift-pixels", {"shift_pixels": 0, "shift_padding": "reflect"}),
-        ("PADDING of --shift-pixels", {"augmentation": "crop_flip", "shift_padding": "reflect"}),
+        ("--shift-pixels PADDING", {"shift_pixels": 0, "shift_padding": "reflect"}),
+        ("--shift-pixels PADDING", {"augmentation": "crop_flip", "shift_padding": "reflect"}),
     ],
 )
 def test_a_flag_that_another_one_replaces_is_named(flag, given):

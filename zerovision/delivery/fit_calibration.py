@@ -80,7 +80,7 @@ class Calibrator:
         Args:
             before: the scores of the uncalibrated probabilities.
             data: name of the data.
-            split: name of the part of the data.
+            split: evaluated part of the data, such as "val".
             num_classes: number of classes.
             world: the ranks that took part in the evaluation.
 

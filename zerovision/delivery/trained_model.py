@@ -74,7 +74,7 @@ def find_run(given: str | Path) -> Path:
     if found := next(filter(_is_run, folders), None):  # a run is named after its data, so the data's folder may match
         return found.resolve()
     if folders:
-        raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Use a folder logs/runs/NAME.")
+        raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Use one such as logs/runs/NAME.")
     names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
     raise UserError(
         f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(str(given), names)} "

@@ -157,7 +157,7 @@ class RunningSweep:
         return sorted(there, key=lambda trial: merit(self.best_by, _progress(trial.folder, until)[1]), reverse=True)
 
     def _better(self, there: list[SweepTrial], going: list[SweepTrial]) -> list[SweepTrial]:
-        """Return the best trials of `there`, which continue after a rung: one for every `halving` trials in `going`."""
+        """Return the best trials in `there`, which continue after a rung: one for every `halving` trials in `going`."""
         return there[: math.ceil(len(going) / self.sweep.halving)]
 
     def rungs_reached(self) -> dict[int, int]:

@@ -259,7 +259,7 @@ def _check_words(positional: Mapping[str, str], flags: Sequence[str]) -> None:
         word, value = WORD_OF.get(start), value if equals else "".join(flags[place + 1 : place + 2])
         if word and value.lstrip("0") != positional[word]:
             raise UserError(
-                f"{start} is {shown(value)}, but the argument {word} is {shown(positional[word])}: leave {start} out."
+                f"{start} is {shown(value)}, but the {word} argument is {shown(positional[word])}: leave {start} out."
             )
 
 

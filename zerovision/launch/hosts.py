@@ -107,7 +107,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         where = f"hostfile {str(path)!r}, line {number}"
         match = LINE.fullmatch(line)
         if not match:
-            raise UserError(f"{where}: {line!r} is not 'name slots=N' with N from 1 to 9999.")
+            raise UserError(f"{where}: expected 'name slots=N' with N from 1 to 9999, not {line!r}.")
         host = match["host"]
         if not HOST_NAME.fullmatch(host):
             raise UserError(f"{where}: {host!r} is not a host name (letters, digits, '.' and '-').")

@@ -217,8 +217,8 @@ def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) ->
 def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
     """Return why machines cannot train together, by machine, and what to do about it.
 
-    By the time of a restart, the code on the launching machine may have changed, so that machine is not compared; its
-    software at the time of the launch still breaks a tie between the nodes.
+    The launching machine is left out of the comparison, because its code may have changed by the time of a restart; its
+    software at the time of the launch still breaks ties between the nodes.
     """
     answers = {host: nodes.found[host].messages["ready"] for host in ready}
     if wrong := {host: answer["error"] for host, answer in answers.items() if "error" in answer}:

@@ -55,7 +55,7 @@ def stages_of(workload: Workload, config: TrainConfig, precision: str, device: s
         flops = forward_flops(workload.without_data(recomputes=False), places, size, workload.image_channels)
         cuts = balanced_cuts(places, flops, count)
     else:
-        cuts = named_cuts(traced, config.pipeline_split, count, "SPLIT of --pipeline-parallel")
+        cuts = named_cuts(traced, config.pipeline_split, count, "--pipeline-parallel SPLIT")
     before = [traced.calls[cut].operations for cut in cuts]
     stage_of = [0, *(bisect_right(before, traced.calls[place].operations) for place in places)]
     tensors = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]

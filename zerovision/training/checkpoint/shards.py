@@ -2,10 +2,10 @@
 
 A shard contains a tensor for each box, which is a part of a whole tensor. The key of a box is
 `<kind>/<name>@<offsets>`. The kinds are `weights` and the optimizer's moments, contiguous and in fp32; `buffer`
-[leaves, ...], because BatchNorm's statistics differ between the leaves of a step; and `epoch_sums` [ranks with images
-of their own, 4]. A rank writes its shard without any communication, and any engine, strategy and number of ranks can
-read the shard. A frozen parameter has no moments; a fine-tuning run writes frozen parameters once, to a file of the
-same format that is linked into its checkpoints.
+[leaves, ...], with one row per leaf of a step, because BatchNorm's statistics differ between leaves; and `epoch_sums`
+[ranks that read different images, 4]. A rank writes its shard without any communication, and any engine, strategy and
+number of ranks can read the shard. A frozen parameter has no moments; a fine-tuning run writes frozen parameters once,
+to a file of the same format that is linked into its checkpoints.
 """
 
 from __future__ import annotations

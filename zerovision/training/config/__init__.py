@@ -51,7 +51,7 @@ for _name, _field in FIELDS.items():
 
 
 def part_name(name: str) -> str:
-    """Return the name of a part of a flag's word in help and messages: `cache_gb` is GB of --cache."""
+    """Return the name of a part of a flag's word in help and messages: `cache_gb` is --cache GB."""
     whole, first = FIELDS[name].metadata["part_of"]
     for start in (whole, first, whole.partition("_")[0]):
         name = name.removeprefix(f"{start}_")
@@ -60,7 +60,7 @@ def part_name(name: str) -> str:
 
 # Each field's name in messages.
 FLAG_OF = {
-    name: f"{part_name(name)} of " * (name != whole) + "--" + whole.replace("_", "-")
+    name: "--" + whole.replace("_", "-") + f" {part_name(name)}" * (name != whole)
     for whole, names in WORDS.items()
     for name in names
 }

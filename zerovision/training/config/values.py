@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Collection, Mapping
 from functools import cache
+from string import ascii_uppercase
 from typing import Any, get_args, get_type_hints
 
 from zerovision.models import hub_name_of
@@ -215,7 +216,7 @@ def allowed_values(field: dataclasses.Field) -> str:
 
 def wrong_value(label: str, value: object, allowed: str, names: Collection[str]) -> UserError:
     """Build the error for a value that a flag or a key in a file does not accept."""
-    kind = plain(label.rpartition(" ")[2]).replace("-", "_")
+    kind = plain(label.rstrip(f"{ascii_uppercase}_ ").rpartition(" ")[2]).replace("-", "_")  # without a part's name
     word = value if isinstance(value, str) else shown(value)  # shown: Python does not format a number of 5000 digits
     hint = ours(word, names, kind) or (nearest(value, names) if isinstance(value, str) else "")
     return UserError(f"{label} {shown(value)}: expected {allowed}.{hint}")

@@ -129,7 +129,7 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
             "standard deviation mstd of m, inc1 for effects that grow with m, and the set of operations t."
         )
     scale = _read_range("--crop-scale", given.crop_scale, 1)
-    ratio = _read_range("RATIO of --crop-scale", given.crop_ratio, _LARGEST_RATIO)
+    ratio = _read_range("--crop-scale RATIO", given.crop_ratio, _LARGEST_RATIO)
     if (given.crop_scale, given.crop_ratio) != (CROP_SCALE, CROP_RATIO) and not line.crop:
         cropping = either(name for name, line in AUGMENTATIONS.items() if line.crop)
         raise UserError(f"--crop-scale: the augmentation {name} does not crop: use {cropping}.")

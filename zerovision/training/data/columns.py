@@ -70,7 +70,7 @@ def find_column(names: Sequence[str], wanted: str) -> str | None:
         return wanted
     alike = [name for name in names if clean(name).casefold() == wanted.casefold()]
     if len(alike) > 1:
-        raise UserError(f"the columns {', '.join(map(shown, alike))} have the same name: keep only one.")
+        raise UserError(f"the columns {', '.join(map(shown, alike))} differ only in case or blanks: keep only one.")
     return alike[0] if alike else None
 
 

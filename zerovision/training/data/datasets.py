@@ -323,8 +323,8 @@ def _check_colours(source: Source, augmentation: Augmentation, options: DataOpti
         flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
         plain = either(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
         raise UserError(
-            f"{flag} changes the colors of 8-bit RGB images, but these have {plural(source.channels, 'channel')} of "
-            f"{source.values}: use {plain}, without --color-jitter."
+            f"{flag} needs 8-bit RGB images, but these have {plural(source.channels, 'channel')} of "
+            f"{source.values}: use --augmentation {plain}, without --color-jitter."
         )
 
 

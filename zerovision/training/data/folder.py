@@ -126,7 +126,7 @@ class FolderListing:
             yield from self._files_below(entry.path, [*chain, real])
 
     def _exists(self, link: str) -> bool:
-        """Return whether a link's target exists, and count the link."""
+        """Return whether a link's target exists; if it does, count the link."""
         try:
             patiently(partial(os.stat, link), link)
         except OSError:
@@ -201,8 +201,8 @@ def _add_classes(
             counts[name] += 1
     if not any(counts.values()):
         raise UserError(
-            f"there is no image in a class folder under {top!r}: expected {os.path.basename(top)}/CLASS/IMAGE "
-            f"with {either(IMAGE_EXTENSIONS)}."
+            f"there are no images in class folders under {top!r}: expected {os.path.basename(top)}/CLASS/IMAGE, where "
+            f"IMAGE ends in {either(IMAGE_EXTENSIONS)}."
         )
     empty = [name for name, count in counts.items() if not count]
     if empty and part != TEST:

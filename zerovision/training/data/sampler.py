@@ -112,7 +112,7 @@ class BatchPlan:
         return progress.epoch * self.steps_per_epoch + progress.step
 
     def draw_keys(self, epoch: int) -> np.ndarray:
-        """Return the samples of `epoch` in order, as `BatchKey.draw_keys`: int64 [N], the same for any number of ranks.
+        """Return the draw keys (see `BatchKey`) of `epoch` in order: int64 [N], the same for any number of ranks.
 
         If each sample occurs once, these keys are the positions in the data set.
         """
@@ -290,7 +290,7 @@ def _by_shards(plan: BatchPlan, draws: np.ndarray, bits: np.random.Philox) -> np
     """Return the samples in an order that goes through the shards once: int64 [N].
 
     The shards are shuffled, and each sample is moved back by up to `window` places, wrapping around at the end. Samples
-    read at about the same time are therefore among about `window` neighboring samples, whose shards are opened one
+    read at about the same time therefore come from a stretch of about `window` samples, whose shards are opened one
     after another. With a window of N or more, every order is equally likely.
 
     Args:

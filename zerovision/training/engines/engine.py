@@ -63,7 +63,7 @@ class Updates:
 
     @property
     def scale(self) -> float:
-        """The factor on losses, and thus on gradients until they are multiplied by `factor`."""
+        """The factor by which losses are multiplied, and thus gradients, until `factor` cancels it."""
         return self.loss_scale.value if self.loss_scale is not None else 1.0
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
@@ -264,7 +264,7 @@ class StepInput(NamedTuple):
     Attributes:
         batches: this rank's micro-batches, on its device.
         seed_leaf: function that seeds dropout for a micro-batch, given the micro-batch's index.
-        loss_scale: factor on losses; see `BatchPlan.loss_scale_for`.
+        loss_scale: factor by which losses are multiplied; see `BatchPlan.loss_scale_for`.
         note: function that is called with the results of each micro-batch.
     """
 

@@ -200,7 +200,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
     """
     from timm.optim import get_optimizer_class, get_optimizer_info
 
-    flag, text = "OPTIONS of --optimizer", config.optimizer_options
+    flag, text = "--optimizer OPTIONS", config.optimizer_options
     if name != config.optimizer:
         flag, text = "--fallback-optimizer", read_fallback(config.fallback_optimizer).options
     options = read_options(flag, text)

@@ -118,7 +118,7 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_
     if name in WHOLE_PARAMETER and shards_parameters:
         raise UserError(
             f"{flag} {name} needs whole parameters, but --strategy {strategy} shards them: use --strategy ddp, "
-            "or a rule such as adamw or lion."
+            "or an optimizer such as adamw or lion."
         )
     if name in WHOLE_PARAMETER and engine not in ("auto", "torch"):
         raise UserError(

@@ -126,7 +126,7 @@ class StepMetrics(Observer):
             psutil.cpu_percent()  # starts the measurement
 
     def after_step(self, done: StepDone) -> None:
-        """Count a step; at a logging point, gather the numbers of all ranks and log them; a collective."""
+        """Count a step and, at a logging point, gather the metrics of all ranks and log them; a collective."""
         run, plan, position = self._run, self._run.plan, done.position
         self._steps += 1
         if not self._is_point(position % plan.steps_per_epoch + 1):

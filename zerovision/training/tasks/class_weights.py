@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from zerovision.training.base.errors import UserError, nearest, shown
 
-USAGE = 'none, balanced, CLASS=WEIGHT,... ("a, b"=2 for names with commas), or FILE.csv of CLASS,WEIGHT; others weigh 1'
+USAGE = 'none, balanced, CLASS=WEIGHT,... ("a, b"=2 for names with commas), or FILE.csv of CLASS,WEIGHT (default: 1)'
 HEAVIEST = 10**6
 
 

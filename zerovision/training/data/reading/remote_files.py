@@ -49,7 +49,7 @@ class Copies:
     Args:
         folder: Folder of the copies.
         max_bytes: Largest size of the folder in bytes, not counting downloads in progress; all processes together may
-            exceed this size by a fiftieth.
+            exceed this size by 2 %.
         files: The files.
         states: State of each file; see `state_of`.
 

@@ -56,7 +56,7 @@ def _choose_cuts(
     if config.pipeline_split == "auto":
         cuts = balanced_cuts(places, seconds, count)
     else:
-        cuts = agreed(lambda: named_cuts(traced, config.pipeline_split, count, "SPLIT of --pipeline-parallel"), world)
+        cuts = agreed(lambda: named_cuts(traced, config.pipeline_split, count, "--pipeline-parallel SPLIT"), world)
     shares = shares_of_stages(traced, places, seconds, cuts)
     waits = Pipeline(config).waits()
     taken = ", ".join(f"{share:.0%}" for share in shares)
