@@ -312,7 +312,7 @@ def _huge_file(path):
         ("folder.jpg", lambda path: path.mkdir(), "directory"),
         ("pipe.jpg", os.mkfifo, "not a regular file"),
         ("endless.jpg", lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
-        ("kernel.jpg", lambda path: path.symlink_to("/proc/self/maps"), "more than the 0 bytes"),
+        ("kernel.jpg", lambda path: path.symlink_to("/proc/self/maps"), "more than 0 bytes, the size"),
         ("large.jpg", _huge_file, "1501 MB, more than the 1500 MB allowed"),
         ("null\0.jpg", lambda path: None, "embedded null byte"),
     ],

@@ -272,7 +272,7 @@ def test_adapters_are_small_and_all_else_but_the_head_is_frozen():
     sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
     share = sum(sizes[name] for name in adapters) / sum(sizes[name] for name in sizes.keys() - adapters)
     assert share < 0.05
-    assert "adapters of rank 2 beside" in model.notes[-1]
+    assert "adapters of rank 2 on" in model.notes[-1]
     assert "lower rank" not in model.notes[-1]
     # Adapters grow with their rank: four times as large, they are worth a word.
     larger = built("timm:vit_tiny_patch16_224", "lora:8").notes[-1]
