@@ -435,7 +435,7 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     assert read_config_file(resumed / "config.json")["weights"] == str(source)
     with pytest.raises(AssertionError):
         train(logs, f"{name}-other", tune="full", **SHORT | same)
-    assert f"was made with --tune '{word}'; this run has 'full'" in capsys.readouterr().err
+    assert f"was made with --tune '{word}', but this run has 'full'" in capsys.readouterr().err
     *content, last = file.read_bytes()
     file.write_bytes(bytes([*content, last ^ 1]))
     with pytest.raises(AssertionError):
