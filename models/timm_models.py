@@ -105,9 +105,10 @@ def create(part: Description, *, pretrained: bool = False, rates: Mapping[str, f
     Args:
         part: description of the network; weights for other channels are adapted with timm's `adapt_input_conv`.
         pretrained: whether to load the hub's weights.
-        rates: timm's `drop_rate`, for the classifier's input and other dropout of the network, and `drop_path_rate`,
-            the probability that the last residual block is skipped for an image, linearly lower in earlier blocks
-            (Huang et al. 2016, https://arxiv.org/abs/1603.09382); by default, the network's own rates.
+        rates: values of timm's `drop_rate` and `drop_path_rate`; by default, the network's own. `drop_rate` applies
+            to the classifier's input and the network's other dropout layers. `drop_path_rate` is the probability of
+            skipping the last residual block for an image; it decreases linearly toward the first block (Huang et al.
+            2016, https://arxiv.org/abs/1603.09382).
 
     Raises:
         UserError: for an unknown name or tag, or if the pretrained weights are not available.

@@ -92,8 +92,8 @@ def flags_page() -> str:
     lines += ["A flag's name without the leading dashes is also its key in a YAML file for `--config`.", ""]
     lines += [
         "A row such as `:GB` below `--cache` is an optional part of that flag's value: `--cache ram:8`. Write the "
-        "parts in the order of the rows. A part that you omit, or leave empty as in `4::blocks.3`, has its default. A "
-        "row such as `supcon:TEMPERATURE` is a part of the value `supcon` only.",
+        "parts in the order of the rows. A part that you omit, or leave empty as in `4::blocks.3`, takes its default. "
+        "A row such as `supcon:TEMPERATURE` is a part of the value `supcon` only.",
         "",
     ]
     lines += ["## Training", ""]

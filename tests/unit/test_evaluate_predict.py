@@ -501,7 +501,7 @@ def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, t
     many = "".join(f"{path}\n" for path in sorted(pictures.rglob("*.png")) * 20).encode()
     code, out, err = call("predict", run, "-", "--format", "json", "--output", full, stdin=many)
     assert (code, out) == (2, "")
-    assert err == f"predict: cannot write into '{full}': No space left on device. Use another --output file.\n"
+    assert err == f"predict: cannot write to '{full}': No space left on device. Use another --output file.\n"
     assert full.read_text() == "old\n"
     assert {path.name for path in small_disk.iterdir()} == {"labels.jsonl", "filler"}
 

@@ -65,7 +65,7 @@ def test_a_folder_with_another_models_preprocessing(run_folder, monkeypatch, cap
 def test_a_full_disk(name, precision, run_folder, small_disk, monkeypatch, capsys):
     words = ("--format", name, "--precision", precision, "--output", small_disk / "new", "--check-images", "4")
     line = one_line(monkeypatch, capsys, small_disk, run_folder, *words)
-    assert "cannot write into" in line
+    assert "cannot write to" in line
     assert "No space left on device" in line
     assert os.listdir(small_disk) == []
 
@@ -87,5 +87,5 @@ def test_a_file_that_cannot_be_read_is_named_and_not_the_output(file, is_written
     file = None if file is None else str(tmp_path / file)
     with pytest.raises(UserError) as raised, unfinished_files(tmp_path / "out"):
         raise OSError(errno.EACCES, "Permission denied", file)
-    place = f"cannot write into '{tmp_path / 'out'}'" if is_written else f"cannot use '{file}'"
+    place = f"cannot write to '{tmp_path / 'out'}'" if is_written else f"cannot use '{file}'"
     assert str(raised.value) == f"{place}: Permission denied."

@@ -132,7 +132,7 @@ class SweepSettings(CommandSettings):
     halving: int = number(0, 0, 10, "After each rung of epochs, keep one trial in N (2 or more); 0: keep all trials.")
     jobs: int = number(1, 1, 64, "Number of trials to train at the same time, each on its own GPUs or cores.")
     hostfile: str = text(
-        "File of machines to train on over ssh instead of this one, one per line as 'name slots=N'; each machine "
+        "File that lists, as 'name slots=N', the machines to train on over ssh instead of this one; each machine "
         "trains as many trials in parallel as its slots allow.",
         metavar="FILE",
     )

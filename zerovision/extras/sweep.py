@@ -254,7 +254,7 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
         UserError: for anything that the trainer would reject, or if another sweep has the same name.
     """
     if not _NAME.fullmatch(sweep.name):
-        raise UserError(f"sweep {shown(sweep.name)}: expected a name with letters, digits, '-', '_' and '.'.")
+        raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
     arguments = read_arguments(SCRIPT, sweep.words, {})
     config = check_training(arguments.training)
     if config.run_name or config.resume != "never":

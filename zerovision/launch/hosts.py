@@ -130,7 +130,7 @@ def split_hosts(names: str, nodes: int = 1) -> list[str]:
     hosts = names.split(",")
     bad = [host for host in hosts if not HOST_NAME.fullmatch(host) or hosts.count(host) > 1]
     if bad:
-        raise UserError(f"--hosts: {bad[0]!r} is not a host name, or is repeated: use names such as node01,node02.")
+        raise UserError(f"--hosts: {bad[0]!r} is no host name or repeated: use names such as node01,node02.")
     if len(hosts) < nodes:
         raise UserError(f"--hosts: {nodes} nodes requested, but only {len(hosts)} named.")
     return hosts

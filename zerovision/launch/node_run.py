@@ -56,7 +56,7 @@ class Ending:
     Attributes:
         code: the exit code, in the shell's form.
         reason: why the start ended, without a trailing period.
-        is_final: whether another start would not help.
+        is_final: whether no start with the same settings may follow.
         hang_order: after a hang, whether the hung rank's process was running rather than stopped, and the rank's step;
             the machine with the smallest value is the most likely cause.
     """

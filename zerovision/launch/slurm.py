@@ -147,7 +147,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     """Return an environment variable as a number, or None if it is unset or empty."""
     value = environment.get(name, "")
     if value and not re.fullmatch(r"[0-9]{1,18}", value):
-        raise UserError(f"{name} {value!r}: expected a whole number, as Slurm sets it.")
+        raise UserError(f"{name} {value!r}: expected the whole number that Slurm sets.")
     return int(value) if value else None
 
 

@@ -1,4 +1,4 @@
-"""The run of `zerovision train DATA` and `zerovision.train(data)`: the given settings, and choices for all others."""
+"""The run that `zerovision train DATA` or `zerovision.train(data)` starts: given and chosen settings."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: 
 def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
     """Make the model also accept features [B, D], to which training applies the dropout before the head; a collective.
 
-    The dropout rate is the one with which features and images yield the same result from the same random numbers.
+    The dropout rate is chosen so that features and images yield the same result from the same random numbers.
 
     Returns:
         The remaining difference between the results from features and from images, relative to the largest number.

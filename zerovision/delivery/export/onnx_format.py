@@ -143,7 +143,7 @@ def _store_in_bf16(model: ModelProto) -> None:
 
 
 def quantize(model: ModelProto, calibration: torch.Tensor, fp32: Path) -> ModelProto:
-    """Return the graph in int8, quantized by onnxruntime's static post-training quantization.
+    """Return the graph quantized to int8 with onnxruntime's static post-training quantization.
 
     A real number r is stored as an 8-bit integer q, with r = scale * (q - zero_point) (equation 1 of Jacob et al. 2018,
     arXiv:1712.05877). Weights have one scale per output channel and a zero point of 0; activations have one scale and

@@ -220,7 +220,7 @@ def _whole(images: torch.Tensor, pairs: _Pairs, places: torch.Tensor) -> torch.T
 
 
 def _windows(whole: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
-    """Return the contents of the boxes (see `_fit`) in pictures [P, SIDE, SIDE], resized to that shape."""
+    """Return the part of each picture [SIDE, SIDE] in its box (see `_fit`), resized to that shape."""
     theta = torch.zeros(len(boxes), 2, 3)
     first, last = boxes[:, :2], boxes[:, 2:]
     theta[:, [0, 1], [0, 1]], theta[:, :, 2] = (last - first) / 2, (last + first) / 2

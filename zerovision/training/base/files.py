@@ -59,7 +59,7 @@ def errors_of_writing(place: Path, cure: str = "") -> Iterator[None]:
         reason, file = error.strerror or error, error.filename
         if isinstance(file, str) and not _is_of(Path(os.path.realpath(place)), Path(os.path.realpath(file))):
             raise UserError(f"cannot use '{file}': {reason}.") from error
-        raise UserError(f"cannot write into '{place}': {reason}.{cure and f' {cure}'}") from error
+        raise UserError(f"cannot write to '{place}': {reason}.{cure and f' {cure}'}") from error
 
 
 def _is_of(place: Path, file: Path) -> bool:

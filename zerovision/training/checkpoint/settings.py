@@ -22,8 +22,8 @@ class CheckpointSettings(RecipeSettings):
     max_bad_steps: int = option(10, "Skipped steps in a row (gradient not finite) that end the run; 0: never.", low=0)
     on_oom: Literal["stop", "adapt"] = option(
         "stop",
-        "What to do when memory runs out; adapt: the launcher restarts from the newest checkpoint with the next of "
-        "these: a smaller micro-batch (same global batch), activation checkpointing, a higher ZeRO stage, or offload.",
+        "What to do when memory runs out; adapt: the launcher restarts from the newest checkpoint and tries, in "
+        "turn, a smaller micro-batch (same global batch), activation checkpointing, a higher ZeRO stage and offload.",
     )
     hang_timeout: float = option(
         300.0,

@@ -47,7 +47,7 @@ class DataOptions(DataFields):
         class_weights: Value of `--class-weights`; only with "none", a note about class imbalance is printed.
         eval_crop: Value of `--eval-crop`, with "auto" resolved.
         interpolation: Value of `--interpolation`, with "auto" resolved.
-        made_for: Preprocessing of the starting weights, without the settings that the user chose; see
+        made_for: Preprocessing that the starting weights expect, except for the settings that the user chose; see
             `models.preparation`.
         fewest_classes: Minimum number of classes in the data: 2 for training, 1 for evaluation.
     """

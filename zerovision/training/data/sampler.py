@@ -174,7 +174,7 @@ class BatchPlan:
         return range(first, first + length)
 
     def loss_scale_for(self, step: int, rank: int = 0) -> float:
-        """Return the factor s that makes averages exact: leaves of the group / `real_samples(step, rank)`.
+        """Return the factor s that makes averages exact: the leaves of the rank's group per `real_samples(step, rank)`.
 
         With `s * sum(weights * losses)` as the loss of a micro-batch, the average over ranks and micro-steps that
         data-parallel training computes is the mean loss over the real samples of the step. A group without real

@@ -32,8 +32,8 @@ class DatasetEntry:
     Attributes:
         usage: Form of the `--data` value, such as "npz:FILE".
         summary: One sentence for `--help`.
-        module: Module name, absolute or relative to this package. Its `load(options)` returns the `DatasetPair` or,
-            with `has_parts`, its `listing(options)` returns an `Images`.
+        module: Module name, absolute or relative to this package. Its `load(options)` returns a `DatasetPair`;
+            with `has_parts`, its `listing(options)` returns an `Images` instead.
         takes_name: Whether the `--data` value contains a colon and a name.
         has_parts: Whether the images are listed one by one and can be divided into parts, as for all local paths.
     """

@@ -57,7 +57,7 @@ class Way(Mode):
         return 0
 
     def alone_knows(self) -> list[str]:
-        """Return the names of settings that only this way's engine supports."""
+        """Return the names of the settings that only the engine of this `Way` supports."""
         return []
 
     def reasons(self, plan: ParallelPlan, module: nn.Module) -> list[str]:
@@ -82,7 +82,7 @@ class Way(Mode):
         return {}, 1, []
 
     def prepare(self, module: nn.Module, world: World) -> ModelPart | None:
-        """Reduce a model, which has no optimizer yet, to this rank's part; a collective.
+        """Reduce a model that has no optimizer yet to this rank's part; a collective.
 
         Returns:
             This rank's part; None if it is still the whole model.

@@ -109,8 +109,8 @@ def adopt_rank() -> None:
 def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
     """Refuse to train alone in one of several pods, each of which is a node of the same training job.
 
-    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, but not LOCAL_RANK. Newer versions of PyTorchJob, and
-    TrainJob, also set the variables of torchrun's flags, such as PET_NNODES.
+    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, but not LOCAL_RANK. TrainJob and newer
+    versions of PyTorchJob also set the variables that correspond to torchrun's flags, such as PET_NNODES.
 
     Raises:
         UserError: if the variables show that this process runs in one of several pods.

@@ -198,7 +198,7 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
 def load(
     data: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str] | None = None
 ) -> Decoded:
-    """Return the result of `convert` for a completely decoded, upright image; for errors, see `decode`.
+    """Decode an image completely, turn it upright, and return the result of `convert`; for errors, see `decode`.
 
     If there are several frames or pages, the first is used.
     """
