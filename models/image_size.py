@@ -90,7 +90,7 @@ def set_strides(module: nn.Module, strides: dict[str, int]) -> None:
 
 
 def _stem_strides_to_lower(module: nn.Module) -> StrideChanges:
-    """Find first convolutions with stride 2 and overlapping windows, which excludes patch embeddings (kernel = stride)."""
+    """Find first convolutions with stride 2 and overlapping windows: no patch embeddings (kernel = stride)."""
     config = getattr(module, "default_cfg", {})
     # A network with a fixed input size has position tables laid out for the usual stride.
     if config.get("fixed_input_size"):

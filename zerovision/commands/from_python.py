@@ -128,7 +128,7 @@ class Result:
 
 
 def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **settings: Any) -> Result:
-    """Train a network on images, like `zerovision train`: choose settings that you leave out, and print the reasons.
+    """Train a network on images. Settings that you leave out are chosen, as by `zerovision train`, and explained.
 
     Args:
         data: any value that `--data` accepts, such as a folder of photographs.

@@ -2,7 +2,7 @@
 
 The folder contains the ranks' heartbeats and is their TMPDIR. It is always removed, even after kill -9: its creator
 locks a file in it, and the next launch on this machine removes the folder if that lock is free and no process of the
-folder's launch is running.
+launch that created it is still running.
 """
 
 from __future__ import annotations

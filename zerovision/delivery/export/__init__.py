@@ -17,7 +17,7 @@ class ExportFormat(NamedTuple):
         write: name of the function (job, path) that writes a file; it may return the path of an fp32 file to compare.
         open: name of the function (path, threads) that opens a file as a `Forward`.
         extension: extension of the file name.
-        precisions: names in `PRECISIONS` that the format can store.
+        precisions: the precisions that the format can store, as names in `PRECISIONS`.
         summary: short description for `--help`.
         has_graph: whether the format stores the computation graph, and can therefore include the preprocessing.
     """

@@ -100,7 +100,7 @@ class Agreement:
 
 
 def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
-    """Run a file on all images in full batches, and on the first few images in small batches; compare the logits."""
+    """Compare a file's logits with the model's, and those of the first few images in small batches with full ones."""
     logits = run_in_batches(forward, check.images, batch_size)
     right, file_right = check.is_right(check.logits), check.is_right(logits)
     batch_difference, first = 0.0, 0

@@ -33,7 +33,7 @@ class RunFolder:
     """The paths of one run; its other files are `path / CONFIG` and so on.
 
     Attributes:
-        log_dir: the log folder of all runs.
+        log_dir: the log folder that all runs share.
         name: the run's name.
         made: the folders that this start created.
         lock: on rank 0, the file that locks the run's own folder while the file is open.

@@ -11,7 +11,7 @@ from zerovision.training.recipe.settings import RecipeSettings
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings(RecipeSettings):
-    """The settings for checkpoints, for resuming, and for what ends a run."""
+    """The settings for checkpoints, for resuming, and for the conditions that end a run."""
 
     resume: str = option(
         "never", "never, auto (newest good checkpoint of --run-name, or a new run), must, or a checkpoint folder."

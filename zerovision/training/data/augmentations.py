@@ -1,4 +1,4 @@
-"""Parses the flags of the augmentation and of progressive resizing; imports neither torch nor Pillow."""
+"""Parses the flags for augmentation and progressive resizing; imports neither torch nor Pillow."""
 
 from __future__ import annotations
 

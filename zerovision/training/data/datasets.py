@@ -336,7 +336,7 @@ def _check_sizes(
     if ramp and isinstance(size, str):
         raise UserError(f"--progressive-size {ramp_given} is only for square images, not {size}: leave it out.")
     if smallest > min(sides(size)):
-        raise UserError(f"--progressive-size {ramp_given}: images grow to {size} pixels: use a LOW below that.")
+        raise UserError(f"--progressive-size {ramp_given}: images must grow to {size} pixels: use a LOW below {size}.")
     if any(there < here for there, here in zip(sides(eval_size), sides(size), strict=True)):
         raise UserError(f"--image-size {size}:{eval_size}: validation needs at least {size} pixels, as in training.")
     if (augmentation.shift_pixels or 0) >= smallest:

@@ -1,4 +1,4 @@
-"""The list of a run's images by path and content, which shows what the run has used and what has changed since then."""
+"""The list of a run's images by path and content, which shows what it used and what has changed since."""
 
 from __future__ import annotations
 

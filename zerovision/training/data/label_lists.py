@@ -161,7 +161,7 @@ def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSe
 def rarest_class(images: Mapping[str, int]) -> dict[str, str]:
     """Return the rarest class of each set, or '' for the empty set.
 
-    Held-out images are chosen per rarest class, so that every class has some held-out images.
+    Some images of each group with the same rarest class are held out, so that rare classes are represented, too.
 
     Args:
         images: Number of images of each set.

@@ -129,8 +129,8 @@ class DataFields:
     )
     path_column: str = option(
         "",
-        "Table column with the images' paths; default: path, or image as predict writes it. In Parquet files: column "
-        "of images. In tar files: extension of the images, such as jpg, if a sample has several.",
+        "Table column with the images' paths; default: path, or else image, as in predict's table. In Parquet files: "
+        "column of images. In tar files: extension of the images, such as jpg, if a sample has several.",
     )
     label_column: str = option(
         "label",
@@ -138,7 +138,7 @@ class DataFields:
         "or the columns A,B,..., one per class, which contain 1 or 0.",
     )
     task: Literal["multiclass", "multilabel"] = option(
-        "multiclass", "multilabel: images in a table have any number of classes, each of which is predicted separately."
+        "multiclass", "multilabel: each image in a table has any number of classes; each class is predicted separately."
     )
     label_separator: str = option(
         "",

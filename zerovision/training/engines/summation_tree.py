@@ -136,7 +136,7 @@ def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
 
 
 def add_leaf(nodes: list[TreeNode], leaf: int, leaves: int) -> int:
-    """Append a leaf to a rank's nodes, join the last two while they are halves, and return the number of joins.
+    """Append a leaf to a rank's nodes, join the last two while they are halves of a node, and return how many joins.
 
     Args:
         nodes: the nodes of the rank's sums over its earlier leaves.

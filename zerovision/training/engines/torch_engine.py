@@ -75,7 +75,7 @@ class TorchEngine(Engine):
         return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
 
     def drop_leaf(self) -> None:
-        """Discard the first leaf of a step, between its backward and `step`; a collective."""
+        """Discard the first leaf of a step, after the leaf's backward pass and before `step`; a collective."""
         assert isinstance(self._distribution, Zero1)
         self._distribution.drop_leaf()
 

@@ -105,7 +105,7 @@ def package_version(name: str) -> str | None:
 
 
 def git(*arguments: str) -> str | None:
-    """Return git's output for this repository, whoever owns its files, or None outside a checkout or if git fails."""
+    """Return git's output for this repository, even if its files have another owner; None if git fails."""
     if not CHECKOUT:  # site-packages may be inside another repository
         return None
     command = ["git", "-c", "safe.directory=*", "-C", str(REPO_ROOT), *arguments]

@@ -38,7 +38,7 @@ class Composite(torch.optim.Optimizer):
 
 
 def rules_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Return the rules of a composite optimizer; for any other optimizer, return a list of only itself."""
+    """Return the rules of a composite optimizer; for any other optimizer, return a list that contains only it."""
     return optimizer.rules if isinstance(optimizer, Composite) else [optimizer]
 
 
@@ -213,7 +213,7 @@ def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
             raise UserError(f"{flag}: {name} has no option {option!r}. Allowed: {allowed}.")
     betas = get_optimizer_info(name).num_betas
     if len(options.get("betas", range(betas))) != betas:
-        raise UserError(f"{flag}: {name} needs {betas} betas.")
+        raise UserError(f"{flag}: {name} needs {betas} values for betas.")
     return options
 
 

@@ -71,7 +71,7 @@ class OneLabel:
         return sample_losses(logits, labels)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities for logits [B, C], float32."""
+        """Return float32 probabilities for logits [B, C]."""
         return logits.float().softmax(1)
 
     def mean_probabilities(self, weighted: Weighted, temperature: float | None) -> torch.Tensor:

@@ -66,8 +66,8 @@ def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int 
     """
     if channels not in CHANNEL_MODES:
         raise UserError(
-            f"image files are read as 1 (gray), 3 (RGB) or 4 (RGBA) channels, not as {channels} (--image-channels): "
-            "put images with other numbers of channels into .npy files (--decode numbers) or arrays (--data npz:FILE)."
+            f"--image-channels {channels}: image files have 1 (gray), 3 (RGB) or 4 (RGBA) channels: for others, use "
+            ".npy files (--decode numbers) or arrays (--data npz:FILE)."
         )
     return partial(decode, shrink_to=image_size if name == "cpu" else 0, channels=channels, max_pixels=max_pixels)
 

@@ -73,8 +73,8 @@ class DiLoCo(Way):
         if names is None and islands != meant:
             cure = f", or {flag}:{islands}" if islands > 1 else ""
             raise AgreedError(
-                f"{flag}:{meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, where each is "
-                f"whole machines or part of one machine: use a number of ranks that is a multiple of {meant}{cure}."
+                f"{flag}:{meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups that are "
+                f"whole machines or lie within one machine: use a number of ranks that is a multiple of {meant}{cure}."
             )
         before = islands if names is None else number_of_islands(names)
         if islands == before:
