@@ -1,4 +1,4 @@
-"""The agent that a launch runs on each node: starts the node's ranks, watches them, and follows the launch's orders.
+"""The agent that the launcher runs on each node: it starts and watches the node's ranks, and follows orders.
 
     python zerovision/launch/agent.py node01
 

@@ -133,7 +133,7 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
 
 
 def _search(run: Run, global_batch: int) -> tuple[int, str]:
-    """Return the size and a description of the trials, and write both into the run's folder; a collective."""
+    """Return the batch size found and a description of the trials, and write both to the run's folder; a collective."""
     config, world, folder, start = run.config, run.world, run.folder, run.start
     facts = memory_facts(run)
     most = 0 if facts.has_gpus else MOST_IMAGES_ON_CPU

@@ -1,4 +1,4 @@
-"""Manages the output folder of an export: files next to the model, and temporary files renamed after the check."""
+"""The output folder of an export: files next to the model, and the hidden folder of files that are not yet checked."""
 
 from __future__ import annotations
 

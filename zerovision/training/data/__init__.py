@@ -69,7 +69,7 @@ class DataOptions(DataFields):
 
 
 def data_options(config: TrainConfig) -> DataOptions:
-    """Return the data options of a configuration; any starting weights determine the preprocessing."""
+    """Return the data options of a configuration; starting weights, if any, determine what it leaves open."""
     from zerovision.models.preparation import starting_preparations
 
     made_for = starting_preparations(

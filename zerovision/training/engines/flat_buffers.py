@@ -1,4 +1,4 @@
-"""Flat buffers across ranks: sums of gradients, and weights that are divided into one part per rank for updates.
+"""Flat buffers that sum gradients over the ranks, and divide weights into one part per rank for the update.
 
 Each bucket of parameters has its own buffers, which are cut into one equal part per rank. CPU ranks on one machine
 share memory: a rank reads other ranks' gradients in place, and there is one copy of the weights. Otherwise, collectives

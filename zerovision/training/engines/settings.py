@@ -70,7 +70,7 @@ class EngineSettings(DeepSpeedSettings, PipelineSettings, IslandSettings, Tensor
 
     @property
     def ranks_per_layer(self) -> int:
-        """The number of ranks in a replica that each have a part of every layer."""
+        """The number of ranks among which a replica divides each layer."""
         return math.prod(way(self).ranks() for way in WAYS if way.divides_layers)
 
 

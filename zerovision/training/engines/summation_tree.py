@@ -67,7 +67,7 @@ class StepTree:
         self.rows_sent = max(len(segment.nodes) for segment in self.segments)
 
     def add_ranks(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return the total [n] of the remaining sums of all ranks.
+        """Add up the sums that the ranks still hold; return the total [n].
 
         Args:
             rows: [ranks, rows, n], the rows of the ranks' `LeafSums`; overwritten.

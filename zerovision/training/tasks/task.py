@@ -33,7 +33,7 @@ class Task(Mode):
 
     Attributes:
         views: minimum number of times that each image occurs in a step.
-        compares: whether the loss compares all images of a step, which may pass through the network twice.
+        compares: whether the loss compares all images of a step; if so, they may pass through the network twice.
         tells_one_class: whether the network has one output per class, and each image has one class.
         usual: the defaults of the settings whose default is different in this task.
         loss_scale: size of the training loss relative to cross-entropy.

@@ -19,7 +19,7 @@ _LINE_VARIABLE = "ZEROVISION_LINE"  # the command line that started our launcher
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _WAYS = (
-    "Start with scripts/launch_distributed.sh (sbatch scripts/slurm_distributed.sh under Slurm), or with "
+    "Start training with scripts/launch_distributed.sh (under Slurm: sbatch scripts/slurm_distributed.sh) or "
     "torchrun --nproc_per_node=N scripts/train_distributed.py."
 )
 
@@ -156,8 +156,8 @@ def _refuse_a_single_process() -> None:
         raise UserError(f"srun started {size} processes, and each would train on its own. {_WAYS}")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         raise UserError(
-            "accelerate was told to start several processes but started only one: use its flag --multi_gpu, which "
-            f"also starts processes on CPUs, instead of --cpu. {_WAYS}"
+            "accelerate was told to start several processes but started only one: replace --cpu with --multi_gpu, "
+            f"which also starts processes on CPUs. Otherwise: {_WAYS}"
         )
 
 
