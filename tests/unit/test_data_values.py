@@ -148,7 +148,7 @@ WRONG = {
     "negative": (lambda a: a.update(x_test=-a["x_test"]), "x_test has floats from -"),
     "int64": (lambda a: a.update(x_train=a["x_train"].astype(int)), "x_train has int64 numbers: use uint8, uint16"),
     "two types": (lambda a: a.update(x_test=a["x_test"].astype("u2")), "x_train is float32, but x_test uint16: use"),
-    "policy": ({"augmentation": "randaugment"}, "randaugment changes .* 8-bit RGB images, but .* 3 .* of float32"),
+    "policy": ({"augmentation": "randaugment"}, "randaugment needs 8-bit RGB images, but .* 3 .* of float32"),
 }
 
 

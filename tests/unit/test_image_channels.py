@@ -238,7 +238,7 @@ def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
     facts = json.loads((folder / "environment.json").read_text())
     assert facts["model"]["image_channels"] == 5
     Image.new("RGB", (12, 12)).save(tmp_path / "a.png")
-    with pytest.raises(UserError, match=r"read as 1 .* not as 5"):
+    with pytest.raises(UserError, match=r"channels 5: image files have 1"):
         next(predict(folder, [tmp_path / "a.png"]))
     with pytest.raises(UserError, match=r"have 1 channel.* not as 5"):
         evaluate(folder, "digits", output=None)

@@ -110,7 +110,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 def test_what_would_lose_bits_or_is_other_is_refused(tmp_path):
     write_folder(tmp_path, "uint16", 1)
-    with pytest.raises(UserError, match="not as 5"):
+    with pytest.raises(UserError, match="image files have 1"):
         load_data(dataclasses.replace(options_of(tmp_path, image_channels=5), decode="cpu"))
     deep = np.full((4, 4, 3), 300, np.uint16)
     for name, content, words in [
