@@ -26,7 +26,7 @@ ROOMS = {  # limit and end
     "zerovision/training/tasks": (793, 400),
     "zerovision/training/observe": (1158, 1050),
     "zerovision/training": (2161, 1400),
-    "zerovision/launch": (2534, 1800),
+    "zerovision/launch": (2533, 1800),
     "zerovision/planning": (1230, 1000),
     "zerovision/delivery": (3178, 2400),
     "zerovision/extras": (1479, 1300),

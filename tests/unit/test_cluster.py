@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
+from zerovision.launch import nodes
 from zerovision.launch.arguments import LaunchArguments
 from zerovision.launch.cluster_run import ending_of
 from zerovision.launch.hosts import srun_command, ssh_command
@@ -534,6 +535,27 @@ def test_hosts_that_do_not_share_the_log_folder_are_named(tmp_path: Path, disks:
     found = unshared(nodes, hosts, str(tmp_path))
     assert sorted(found) == sorted(odd)
     assert set(found.values()) <= {f"what a writes in {tmp_path} does not appear on {unseen_on}"}
+
+
+def test_no_thread_still_prints_an_agents_last_words_when_the_launch_ends(
+    monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """If one printed while Python shuts down, Python would abort, with exit code 134."""
+    last_words = [sys.executable, "-c", "import sys; sys.stdin.read(); print('bye'); print('bye', file=sys.stderr)"]
+    monkeypatch.setitem(nodes.SHELLS, "ssh", lambda _host, _command: (last_words, None))
+    print_now = nodes._print
+
+    def print_slowly(printed: bytes) -> None:
+        time.sleep(0.2)
+        print_now(printed)
+
+    monkeypatch.setattr(nodes, "_print", print_slowly)
+    before = threading.active_count()
+    agents = Nodes("ssh")
+    agents.connect(["a"])
+    agents.close()
+    assert threading.active_count() == before
+    assert capsysbinary.readouterr().out == b"bye\n"
 
 
 class ReadyNodes(Nodes):

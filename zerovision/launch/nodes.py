@@ -188,8 +188,8 @@ class Nodes:
         self.shell_of: dict[str, Shell] = {}  # the last shell of each host
         self._is_local, self._command_for = shell == "local", SHELLS[shell]
         self._shells: list[Shell] = []
-        self._lock = threading.Lock()
-        self._beaten = 0.0  # when the last heartbeat was sent
+        self._readers: list[threading.Thread] = []
+        self._lock, self._beaten = threading.Lock(), 0.0  # when the last heartbeat was sent
 
     def connect(self, hosts: list[str]) -> None:
         """Start an agent on each host; agents that answer appear in `found`."""
@@ -202,7 +202,7 @@ class Nodes:
             assert node.shell
             self._shells.append(node.shell)
             self.shell_of[host] = node.shell
-            _in_background(self._read, node)
+            self._read_with(self._read, node)
 
     def _start_remotely(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
         """Start an agent whose messages go over the shell's standard input and output, mixed with the ranks' output."""
@@ -210,7 +210,7 @@ class Nodes:
         # In its own session, the shell does not receive Ctrl-C; the agents receive orders instead.
         process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
         shell = Shell(process, host)
-        _in_background(self._read_errors, shell)
+        self._read_with(self._read_errors, shell)
         return Node(host, Channel(process.stdout.fileno(), process.stdin.fileno()), shell, LOST_SECONDS)
 
     def _start_here(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
@@ -242,10 +242,8 @@ class Nodes:
         for node in asked.values():
             node.messages.pop(what, None)
             node.send(what, **values)
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(
-            what not in node.messages and not node.lost() for node in asked.values()
-        ):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(what not in one.messages and not one.lost() for one in asked.values()):
             self.beat()
             time.sleep(POLL_SECONDS)
         return {host: node.messages[what] for host, node in asked.items() if what in node.messages}
@@ -261,13 +259,18 @@ class Nodes:
             deadline = time.monotonic() + SHELL_EXIT_SECONDS
             for shell in self._shells:
                 shell.end(number, deadline)
+        for reader in self._readers:  # if one prints while Python shuts down, Python aborts
+            reader.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             self.found, self.shell_of, self._shells = {}, {}, []
 
+    def _read_with(self, read: Callable[..., None], source: Node | Shell) -> None:
+        self._readers.append(threading.Thread(target=read, args=(source,), daemon=True))
+        self._readers[-1].start()
+
     def _read(self, node: Node) -> None:
         for message in node.channel.messages(_print):
-            node.heard = time.monotonic()
-            node.messages[message["kind"]] = message
+            node.heard, node.messages[message["kind"]] = time.monotonic(), message
             with self._lock:
                 if self.shell_of.get(node.host) is node.shell:
                     self.found[node.host] = node
@@ -280,8 +283,7 @@ class Nodes:
             if line.strip():
                 shell.lines.append(line.strip())
             if shell.host in self.found:
-                sys.stderr.write(line)
-                sys.stderr.flush()
+                print(line, end="", file=sys.stderr, flush=True)
         shell.all_read.set()
 
 
@@ -293,7 +295,3 @@ def is_passing(reason: str) -> bool:
 def _print(printed: bytes) -> None:
     sys.stdout.buffer.write(printed)
     sys.stdout.flush()
-
-
-def _in_background(work: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=work, args=arguments, daemon=True).start()
