@@ -91,7 +91,7 @@ Image.new("1", (30000, 30000)).save(BOMB, "png")
         ("GET", "/../../../etc/passwd", None, {}, 404, "only / and /predict"),
         ("GET", "/model.safetensors", None, {}, 404, "only / and /predict"),
         ("POST", "/", b"x", {}, 404, "only / and /predict"),
-        ("GET", "/", None, {"Host": "evil.example:8000"}, 403, "another name"),
+        ("GET", "/", None, {"Host": "evil.example:8000"}, 403, "a different name"),
         ("POST", "/predict", b"", {}, 413, "up to 32 MB"),
         ("POST", "/predict", None, {"Content-Length": str(10**12)}, 413, "up to 32 MB"),
         ("POST", "/predict", None, {"Content-Length": "-5"}, 413, "up to 32 MB"),

@@ -193,7 +193,7 @@ def test_the_classes_of_published_weights_are_told_by_name(teachers, published, 
     published(1000)
     assert_user_error(train_here(*given), "has no output for 10 of the 10 classes, such as '0'", "such as 'n01440764'")
     (names := tmp_path / "names.txt").write_bytes(b"\xef\xbb\xbf0\r\n2 \r\n1\r\n")
-    assert_user_error(train_here(*given, "--teacher-classes", str(names)), "has 3 lines", "1000 outputs")
+    assert_user_error(train_here(*given, "--teacher-classes", str(names)), "has 3 lines", "1,000 outputs")
     published(3)
     assert_user_error(
         train_here(*given, "--teacher-classes", str(names)), "has no output for 7 of the 10", "such as '3'"
