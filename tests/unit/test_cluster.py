@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -556,6 +557,16 @@ def test_no_thread_still_prints_an_agents_last_words_when_the_launch_ends(
     agents.close()
     assert threading.active_count() == before
     assert capsysbinary.readouterr().out == b"bye\n"
+
+
+def test_hosts_that_are_tried_again_and_again_leave_no_threads_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(nodes.SHELLS, "ssh", lambda _host, _command: (["false"], None))
+    with closing(Nodes("ssh")) as agents:
+        for _ in range(5):
+            agents.connect(["a"])
+            for reader in agents._readers:
+                reader.join()
+        assert len(agents._readers) == 2  # of the last try: its messages and its errors
 
 
 class ReadyNodes(Nodes):

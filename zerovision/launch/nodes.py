@@ -14,11 +14,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
 from typing import Any
 
 from zerovision.launch.hosts import SHELLS
@@ -56,7 +56,7 @@ class Channel:
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = reading, writing
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def send(self, message: Message) -> bool:
         """Send a message; return whether it could be written."""
@@ -156,7 +156,7 @@ class Shell:
     process: subprocess.Popen
     host: str
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
-    all_read: threading.Event = field(default_factory=threading.Event)
+    all_read: Event = field(default_factory=Event)
 
     def end(self, number: int, deadline: float) -> None:
         """Send the process a signal (0: none) if it is still running, and wait until the deadline for it to exit."""
@@ -188,8 +188,8 @@ class Nodes:
         self.shell_of: dict[str, Shell] = {}  # the last shell of each host
         self._is_local, self._command_for = shell == "local", SHELLS[shell]
         self._shells: list[Shell] = []
-        self._readers: list[threading.Thread] = []
-        self._lock, self._beaten = threading.Lock(), 0.0  # when the last heartbeat was sent
+        self._readers: list[Thread] = []
+        self._lock, self._beaten = Lock(), 0.0  # when the last heartbeat was sent
 
     def connect(self, hosts: list[str]) -> None:
         """Start an agent on each host; agents that answer appear in `found`."""
@@ -265,7 +265,8 @@ class Nodes:
             self.found, self.shell_of, self._shells = {}, {}, []
 
     def _read_with(self, read: Callable[..., None], source: Node | Shell) -> None:
-        self._readers.append(threading.Thread(target=read, args=(source,), daemon=True))
+        # Without those that have ended: a host that is down is tried again and again.
+        self._readers = [*filter(Thread.is_alive, self._readers), Thread(target=read, args=(source,), daemon=True)]
         self._readers[-1].start()
 
     def _read(self, node: Node) -> None:
