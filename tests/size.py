@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (505, 350),
     "models": (1275, 900),
-    "zerovision/training/config": (809, 500),
+    "zerovision/training/config": (807, 500),
     "zerovision/training/base": (1095, 550),
     "zerovision/training/world": (606, 450),
     "zerovision/training/data": (4225, 2900),

@@ -134,12 +134,11 @@ def divide_given(config: TrainConfig, ranks: int) -> TrainConfig:
     """
     if not config.global_batch:
         return config
-    whose = "--global-batch"
     nearest = f", or --global-batch {nearest_multiples(config.global_batch, config.micro_batch * ranks)}"
-    shared = divide(config, config.global_batch, ranks, whose, nearest)
+    shared = divide(config, config.global_batch, ranks, "--global-batch", nearest)
     if config.gradient_accumulation_steps not in (1, shared.gradient_accumulation_steps):
         raise UserError(
-            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}: {whose} {config.global_batch} "
+            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}: --global-batch {config.global_batch} "
             f"needs {shared.gradient_accumulation_steps} at this --batch-size: leave it out."
         )
     return shared
