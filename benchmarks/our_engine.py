@@ -71,7 +71,7 @@ def make_engine(
     )
     model = BuiltModel(module.to(world.device), Description("basic_cnn", None, 2, 8))
     setup, ways = set_up_engine(config, model, precision, world, compiles=compiles)
-    images = {"records_graphs": graphs_of is not None, "image_shape": graphs_of or image_shape}
+    images = {"static_graph": graphs_of is not None, "image_shape": graphs_of or image_shape}
     built = build_engine(dataclasses.replace(setup, **images), ways)
     for note in setup.notes:  # as that a network could not be recorded
         print(f"note: {note}", flush=True)

@@ -91,7 +91,7 @@ def one_that_waits(world: World) -> dict[str, Any]:
         "bf16",
         world,
         BATCH_SIZE,
-        records_graphs=True,
+        static_graph=True,
         image_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
     )
     built = build_engine(setup)

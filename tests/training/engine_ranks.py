@@ -128,7 +128,7 @@ def make_engine(
         BATCH_SIZE,
         config.gradient_accumulation_steps,
         config.gradient_clipping,
-        compiles=config.compile == "on",
+        compile="auto" if config.compile == "on" else "off",
         groups=groups,
     )
     if config.pipeline_parallel > 1:

@@ -185,7 +185,7 @@ def test_what_cannot_be_compiled_trains_as_it_is_with_a_note_or_is_one_line():
         "trains without torch.compile",
     ]
     with pytest.raises(UserError, match=r"--compile on: torch\.compile failed: RuntimeError, no such compiler"):
-        compile_network(network, dataclasses.replace(setup, must_compile=True))
+        compile_network(network, dataclasses.replace(setup, compile="on"))
 
 
 REPO_ROOT = Path(__file__).resolve().parents[2]

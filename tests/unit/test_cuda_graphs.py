@@ -18,7 +18,7 @@ from zerovision.training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, Record
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.engines.strategies import plan_of
-from zerovision.training.setup import _computes_alike
+from zerovision.training.setup import _is_static
 from zerovision.training.world.world import World
 
 BATCH_SIZE, SHAPE = 4, (3, 6, 6)
@@ -70,7 +70,7 @@ def make_network() -> nn.Module:
 def setup_of(module: nn.Module, world: World = ALONE, **changes: object) -> EngineSetup:
     rule = torch.optim.SGD(module.parameters(), lr=0.1)
     setup = EngineSetup(module, rule, plan_of("ddp", world.size), "fp32", world, BATCH_SIZE, image_shape=SHAPE)
-    return dataclasses.replace(setup, records_graphs=True, **changes)
+    return dataclasses.replace(setup, static_graph=True, **changes)
 
 
 def test_what_is_called_as_it_was_recorded_is_replayed(graphs):
@@ -199,14 +199,14 @@ def test_only_a_gpu_records_and_several_only_small_gradients():
     assert not records(setup_of(nn.Sequential(wide, nn.Linear(1, 1)), several))
     assert not records(setup_of(network))
     assert not records(dataclasses.replace(setup_of(network, ON_GPU), image_shape=None))
-    assert not records(dataclasses.replace(setup_of(network, ON_GPU), records_graphs=False))
+    assert not records(dataclasses.replace(setup_of(network, ON_GPU), static_graph=False))
 
 
 def test_compiled_networks_are_recorded_but_for_ensembles_whose_members_are_singly():
     network, ensemble = make_network(), Ensemble([make_network(), make_network()])
-    assert records(dataclasses.replace(setup_of(network, ON_GPU), compiles=True))
+    assert records(dataclasses.replace(setup_of(network, ON_GPU), compile="auto"))
     assert records(setup_of(ensemble, ON_GPU))
-    assert not records(dataclasses.replace(setup_of(ensemble, ON_GPU), compiles=True))
+    assert not records(dataclasses.replace(setup_of(ensemble, ON_GPU), compile="auto"))
 
 
 @pytest.mark.parametrize(
@@ -228,4 +228,4 @@ def test_a_network_that_changes_during_a_run_is_not_recorded(changes, head_epoch
     config = dataclasses.replace(TrainConfig(), **changes)
     task = SimpleNamespace(compares=config.loss == "supcon")
     run = SimpleNamespace(config=config, model=SimpleNamespace(head_epochs=head_epochs), task=task)
-    assert _computes_alike(run) == expected
+    assert _is_static(run) == expected

@@ -20,6 +20,7 @@ from zerovision.training.base.points import (
     EpochPoint,
     Loggers,
     RunPoint,
+    ScoreSummary,
     StepPoint,
     epoch_line,
     run_lines,
@@ -69,6 +70,7 @@ EPOCH = EpochPoint(
     train_loss=0.4,
     train_top1=0.8,
     validation=Scores(0.3, 0.9, 0.99, 360, DETAILS),
+    summary=ScoreSummary("top1", score=0.9, lowest_recall=0.25, lowest_recall_class="dog"),
     images_per_second=300.0,
     data_wait_share=0.1,
     seconds=5.0,
@@ -77,10 +79,6 @@ EPOCH = EpochPoint(
     is_best=True,
     diverged=None,
     class_names=["cat", "dog", "fox", "hen", "owl", "pig"],
-    best_by="top1",
-    score=0.9,
-    lowest_recall=0.25,
-    lowest_recall_class="dog",
 )
 
 
@@ -127,15 +125,19 @@ def test_an_epoch_without_a_step_has_neither_loss_nor_speed():
 
 
 def test_the_line_of_an_epoch_has_the_score_that_counts():
-    chosen = dataclasses.replace(EPOCH, best_by="macro_f1", score=0.75, lowest_recall_class="b\x1b[1m")
+    chosen = dataclasses.replace(EPOCH, summary=ScoreSummary("macro_f1", 0.75, 0.25, "b\x1b[1m"))
     assert r"top-5 99.00 %  macro F1 75.00 %  lowest recall 25.00 % (b\x1b[1m)  300 images/s" in epoch_line(chosen)
-    assert epoch_line(dataclasses.replace(EPOCH, best_by="loss", score=0.3)) == epoch_line(EPOCH)
+    assert epoch_line(
+        dataclasses.replace(EPOCH, summary=EPOCH.summary._replace(best_by="loss", score=0.3))
+    ) == epoch_line(EPOCH)
 
 
 def test_top5_is_shown_where_it_says_something():
     five = dataclasses.replace(EPOCH, class_names=EPOCH.class_names[:5])
     assert "top-1 90.00 %  300 images/s" in epoch_line(five)
-    assert "top-1 90.00 %  top-5 99.00 %  300" in epoch_line(dataclasses.replace(five, best_by="top5"))
+    assert "top-1 90.00 %  top-5 99.00 %  300" in epoch_line(
+        dataclasses.replace(five, summary=five.summary._replace(best_by="top5"))
+    )
     several = dataclasses.replace(EPOCH.validation, task="multilabel")
     assert "top-5" not in epoch_line(dataclasses.replace(EPOCH, validation=several))
 

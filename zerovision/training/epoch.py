@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from zerovision.models.weights_file import not_finite
-from zerovision.training.base.points import EpochPoint, merit
+from zerovision.training.base.points import EpochPoint, ScoreSummary, merit
 from zerovision.training.data.bad_images import check_bad_images
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.loop import EpochResult, evaluate, train_one_epoch
@@ -88,6 +88,7 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
         train_loss=train_loss,
         train_top1=train_scores.top1 if is_trained else None,
         validation=scores,
+        summary=ScoreSummary(best_by, of_epoch, lowest_recall, names[lowest]),
         images_per_second=result.images_per_second,
         data_wait_share=result.data_wait_share,
         seconds=result.seconds,
@@ -96,10 +97,6 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
         is_best=is_best,
         diverged=diverged,
         class_names=names,
-        best_by=best_by,
-        score=of_epoch,
-        lowest_recall=lowest_recall,
-        lowest_recall_class=names[lowest],
     )
     with run.clock.logging:
         run.loggers.epoch(point)

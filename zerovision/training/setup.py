@@ -104,8 +104,7 @@ def _add_engine(run: Run) -> Run:
     run = dataclasses.replace(run, loggers=_open_loggers(run, setup, ways), model=_tuned(run))
     setup = dataclasses.replace(
         setup,
-        must_compile=config.compile == "on",
-        records_graphs=config.compile != "off" and _computes_alike(run),
+        static_graph=config.compile != "off" and _is_static(run),
         image_shape=run.data.preprocessing.shape,
         groups=run.start.groups,
     )
@@ -138,7 +137,7 @@ def _compiles(run: Run) -> bool:
     )
 
 
-def _computes_alike(run: Run) -> bool:
+def _is_static(run: Run) -> bool:
     """Return whether forward and backward use the same kernels in every step and involve only this rank."""
     config = run.config
     is_whole = config.ranks_per_replica == 1 and not config.sync_batchnorm

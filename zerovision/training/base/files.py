@@ -64,10 +64,8 @@ def errors_of_writing(place: Path, cure: str = "") -> Iterator[None]:
 
 def _is_of(place: Path, file: Path) -> bool:
     """Return whether `file` is `place`, inside it, one of its parent folders, or an unfinished version of it."""
-    if file in place.parents:
-        return True
     below = file.relative_to(place.parent).parts if file.is_relative_to(place.parent) else ("",)
-    return below[0] == place.name or below[0].startswith(f".{place.name}.")
+    return file in place.parents or below[0] == place.name or below[0].startswith(f".{place.name}.")
 
 
 @contextmanager

@@ -130,6 +130,22 @@ class StepPoint:
         return (self.step - 1) % self.steps_per_epoch + 1
 
 
+class ScoreSummary(NamedTuple):
+    """The score that determines the best epoch, and the class that is recognized worst.
+
+    Attributes:
+        best_by: name of the score, one of `SCORE_NAMES`.
+        score: its value in this epoch.
+        lowest_recall: lowest recall among the classes with validation images.
+        lowest_recall_class: the first class with that recall.
+    """
+
+    best_by: str
+    score: float
+    lowest_recall: float
+    lowest_recall_class: str
+
+
 @dataclass(frozen=True)
 class EpochPoint:
     """The numbers of an epoch.
@@ -137,13 +153,11 @@ class EpochPoint:
     Attributes:
         train_loss: training loss over the applied steps; None if no step was applied.
         train_top1: training accuracy over the applied steps; None if no step was applied.
+        summary: the score that determines the best epoch, and the lowest recall, as `best_by`, `score`,
+            `lowest_recall` and `lowest_recall_class`.
         data_wait_share: share of the time spent waiting for data, averaged over the ranks.
         memory_bytes_per_rank: peak memory of each rank; see `DeviceUse.memory_bytes`.
         diverged: the reason why the epoch has diverged; None if it has not.
-        best_by: name of the score that determines the best epoch, one of `SCORE_NAMES`.
-        score: value of that score in this epoch.
-        lowest_recall: lowest recall among the classes with validation images.
-        lowest_recall_class: the first class with that recall.
     """
 
     epoch: int
@@ -152,6 +166,7 @@ class EpochPoint:
     train_loss: float | None
     train_top1: float | None
     validation: Scores
+    summary: ScoreSummary
     images_per_second: float
     data_wait_share: float
     seconds: float
@@ -160,10 +175,6 @@ class EpochPoint:
     is_best: bool
     diverged: str | None
     class_names: Sequence[str]
-    best_by: str
-    score: float
-    lowest_recall: float
-    lowest_recall_class: str
 
 
 @dataclass(frozen=True)
@@ -188,13 +199,13 @@ def flatten(point: StepPoint | RunPoint) -> dict[str, Any]:
 
 def epoch_line(point: EpochPoint) -> str:
     """Return the line of an epoch on the console and in the text log."""
-    scores = point.validation
+    scores, summary = point.validation, point.summary
     mark = "  diverged" if point.diverged else "  best" if point.is_best else ""
     chosen = ""
-    if point.best_by not in IN_EVERY_LINE:
-        lowest = f"{percent(point.lowest_recall)} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
-        chosen = f"  {SCORE_NAMES[point.best_by]} {show_score(point.best_by, point.score)}  lowest recall {lowest}"
-    is_shown = point.best_by == "top5" or says_top5(len(point.class_names), scores.task)
+    if summary.best_by not in IN_EVERY_LINE:
+        lowest = f"{percent(summary.lowest_recall)} ({printable(summary.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
+        chosen = f"  {SCORE_NAMES[summary.best_by]} {show_score(*summary[:2])}  lowest recall {lowest}"
+    is_shown = summary.best_by == "top5" or says_top5(len(point.class_names), scores.task)
     top5 = f"  top-5 {percent(scores.top5)}" if is_shown else ""
     loss = "" if point.train_loss is None else f"train loss {point.train_loss:.4f}  "
     speed = f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s"

@@ -109,7 +109,7 @@ def set_up_engine(
         precision: the resolved precision.
         world: the ranks.
         needed_by: see `resolve_engine`.
-        compiles: see `EngineSetup`.
+        compiles: whether the model runs through `torch.compile`.
 
     Raises:
         UserError: on all ranks, for contradictory settings.
@@ -131,7 +131,7 @@ def set_up_engine(
         batch_size=config.micro_batch,
         accumulation_steps=config.gradient_accumulation_steps,
         gradient_clipping=config.gradient_clipping,
-        compiles=compiles,
+        compile=config.compile if compiles else "off",
         part=part,
     )
     return setup, ways

@@ -68,14 +68,14 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
         setup: setup of the engine; without an `image_shape`, the network is not run.
 
     Raises:
-        AgreedError: on all ranks, if compilation fails and `setup.must_compile` is true.
+        AgreedError: on all ranks, if compilation fails and `setup.compile` is 'on'.
     """
     network.compile()
     with _marked_folder(setup.data):
         error = error_on_any_rank(_rehearse(network, setup), setup.data)
     if error is None:
         return
-    if setup.must_compile:
+    if setup.compile == "on":
         raise AgreedError(f"--compile on: torch.compile failed: {error}: use --compile off.")
     network._compiled_call_impl = None
     torch._dynamo.reset()

@@ -101,12 +101,11 @@ def records(setup: EngineSetup) -> bool:
     Nothing is recorded if the ranks take longer to exchange gradients than the host takes to launch kernels. Nor is a
     compiled ensemble recorded, because its members would have to be recorded separately.
     """
-    if not setup.records_graphs or setup.image_shape is None or setup.data.device.type != "cuda":
+    if not setup.static_graph or setup.image_shape is None or setup.data.device.type != "cuda":
         return False
-    if setup.compiles and isinstance(setup.module, Ensemble):
-        return False
+    has_many = setup.compiles and isinstance(setup.module, Ensemble)
     trained = sum(parameter.nbytes for parameter in setup.module.parameters() if parameter.requires_grad)
-    return setup.data.size == 1 or trained <= MOST_EXCHANGED_BYTES
+    return not has_many and (setup.data.size == 1 or trained <= MOST_EXCHANGED_BYTES)
 
 
 def record(network: nn.Module, setup: EngineSetup) -> Call:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -114,10 +114,8 @@ class EngineSetup:
         batch_size: number of images in a micro-batch.
         accumulation_steps: number of micro-batches per rank in one optimizer step.
         gradient_clipping: largest global L2 norm of the gradient; 0 for none.
-        compiles: whether the model runs through `torch.compile`.
-        must_compile: whether a failure to compile is an error.
-        records_graphs: whether forward and backward may be recorded as CUDA graphs, because they stay the same
-            throughout the run.
+        compile: 'on' to run the model through `torch.compile`, 'auto' to do so unless that fails, or 'off'.
+        static_graph: whether forward and backward run the same kernels in every step, which CUDA graphs require.
         image_shape: shape [C, H, W] of images to try compilation and graphs with; None for no trial and no graphs.
         notes: lines for the log; the engine adds more.
         events: events for metrics.jsonl, kind -> values; the engine adds more.
@@ -133,14 +131,18 @@ class EngineSetup:
     batch_size: int
     accumulation_steps: int = 1
     gradient_clipping: float = 0.0
-    compiles: bool = False
-    must_compile: bool = False
-    records_graphs: bool = False
+    compile: Literal["off", "auto", "on"] = "off"
+    static_graph: bool = False
     image_shape: tuple[int, int, int] | None = None
     notes: list[str] = field(default_factory=list)
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
     part: ModelPart = WHOLE
     groups: int = 1
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the model runs through `torch.compile`."""
+        return self.compile != "off"
 
     @property
     def leaves(self) -> Leaves:

@@ -230,7 +230,8 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
         if name not in parameters:  # belongs to another group of ranks
             continue
         whole = parameters[name].detach()
-        if world.replica.size > 1 or _is_sharded(parameters[name], shape):
+        is_sharded = isinstance(whole, DTensor) or hasattr(parameters[name], "ds_shape") or whole.shape != shape
+        if world.replica.size > 1 or is_sharded:
             whole = torch.zeros(shape, device=world.device)
             for shard in state.shards:
                 if shard.name == name:
@@ -249,11 +250,6 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     first_names = {key: names[id(tensor)] for key, tensor in module.state_dict(keep_vars=True).items()}
     return {key: weights[name] if key == name else weights[name].clone() for key, name in first_names.items()}
-
-
-def _is_sharded(parameter: nn.Parameter, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter is sharded over ranks."""
-    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_shape") or parameter.shape != shape
 
 
 def _gather_buffers(module: nn.Module, world: World) -> dict[str, torch.Tensor]:

@@ -56,8 +56,8 @@ class TensorBoardLogger(RunLogger):
             "epoch/val_loss": point.validation.loss,
             "epoch/val_top1": point.validation.top1,
             "epoch/val_top5": point.validation.top5,
-            "epoch/val_lowest_recall": point.lowest_recall,
-            f"epoch/val_{point.best_by}": point.score,
+            "epoch/val_lowest_recall": point.summary.lowest_recall,
+            f"epoch/val_{point.summary.best_by}": point.summary.score,
         }
         self._write_scalars(scalars, point.epoch)
         details, classes = point.validation.details, len(point.class_names)

@@ -135,8 +135,8 @@ class EventLogger(RunLogger):
         self.event("step", flatten(point))
 
     def epoch(self, point: EpochPoint) -> None:
-        scores = point.validation
-        values = {key: value for key, value in vars(point).items() if key not in ("validation", "class_names")}
+        scores, nested = point.validation, ("validation", "summary", "class_names")
+        values = {key: value for key, value in vars(point).items() if key not in nested} | point.summary._asdict()
         values |= {"val_loss": scores.loss, "val_top1": scores.top1, "val_top5": scores.top5}
         self.event("epoch", values | {"val_samples": scores.samples})
 
