@@ -11,7 +11,7 @@ from huggingface_hub import hf_hub_download
 
 from zerovision.models import HUB_PREFIX
 from zerovision.models.timm_models import offline_where_unreachable, reason_of
-from zerovision.training.base.errors import UserError
+from zerovision.training.base.errors import UserError, shown
 
 
 def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) -> tuple[str, str]:
@@ -30,7 +30,7 @@ def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) ->
     repository, _, revision = model_type.removeprefix(HUB_PREFIX).partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
         raise UserError(
-            f"--model-type {model_type}: expected {HUB_PREFIX}ORG/NAME, such as {HUB_PREFIX}timm/resnet18.a1_in1k."
+            f"--model-type {shown(model_type)}: expected {HUB_PREFIX} and ORG/NAME, such as timm/resnet18.a1_in1k."
         )
     loads_own = wants_weights and not weights
     names = ["config.json", "model.safetensors"] if loads_own else ["config.json"]

@@ -317,7 +317,7 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
             raise UserError(f"--vary {shown(text)}: expected FLAG=VALUE,VALUE or FLAG=LOW..HIGH[:log], each flag once.")
         varied[found[1]] = _values(found[1], found[2])
     if not varied:
-        raise UserError("--vary is needed, such as --vary learning-rate=0.001,0.003,0.01.")
+        raise UserError("name the flags to vary, such as --vary learning-rate=0.001,0.003,0.01.")
     if not sweep.trials:
         if ranges := [flag for flag, values in varied.items() if callable(values)]:
             raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, the number of combinations to draw.")

@@ -98,7 +98,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         lines = read_small_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"hostfile {str(path)!r}: {reason}. hostfile_example.txt is an example.") from None
+        raise UserError(f"hostfile {str(path)!r}: {reason}. See hostfile_example.txt for an example.") from None
     found: dict[str, tuple[int, int]] = {}
     for number, raw in enumerate(lines, start=1):
         line = raw.partition("#")[0].strip()
@@ -110,7 +110,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
             raise UserError(f"{where}: expected 'name slots=N' with N from 1 to 9999, not {line!r}.")
         host = match["host"]
         if not HOST_NAME.fullmatch(host):
-            raise UserError(f"{where}: {host!r} is not a host name (letters, digits, '.' and '-').")
+            raise UserError(f"{where}: {host!r} is not a host name: use letters and digits, with '.' or '-' between.")
         if host in found:
             raise UserError(f"{where}: host {host!r} is already in line {found[host][1]}.")
         found[host] = (int(match["slots"]), number)
@@ -130,7 +130,7 @@ def split_hosts(names: str, nodes: int = 1) -> list[str]:
     hosts = names.split(",")
     bad = [host for host in hosts if not HOST_NAME.fullmatch(host) or hosts.count(host) > 1]
     if bad:
-        raise UserError(f"--hosts: {bad[0]!r} is no host name or repeated: use names such as node01,node02.")
+        raise UserError(f"--hosts: {bad[0]!r} is repeated or not a host name: use names such as node01,node02.")
     if len(hosts) < nodes:
         raise UserError(f"--hosts: {nodes} nodes requested, but only {len(hosts)} named.")
     return hosts

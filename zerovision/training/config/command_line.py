@@ -170,7 +170,7 @@ class OneLineParser(argparse.ArgumentParser):
         for name, equals, value in (word.partition("=") for word in words):
             action = self._option_string_actions.get(name)
             if equals and value == "--" and action and action.nargs != 0:  # argparse would turn it into an empty list
-                raise wrong_value(name, value, self.expected.get(name, "text"), ())
+                raise wrong_value(name, value, self.expected.get(name, "text other than '--'"), ())
         try:
             return self.parse_known_args(words)
         except argparse.ArgumentError as error:

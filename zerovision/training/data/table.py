@@ -56,7 +56,7 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options
         try:
             path = str(row.get(columns.path) or "")
             if not clean(path):
-                raise ValueError(f"the cell in column {columns.path} is empty")
+                raise ValueError(f"the cell in column {columns.path!r} is empty")
             label, known = columns.label(row), columns.facts(row)
         except ValueError as error:
             raise UserError(f"--data {options.data}, line {line}: {error}.") from None
@@ -102,7 +102,7 @@ class _TableColumns(FactColumns):
             texts = ["" if cell is None else cell for cell in cells]
             return set_name([str(text) for text in texts], self._classes) if len(texts) > 1 else list_in(texts[0])
         if cells[0] is None or not clean(str(cells[0])):
-            raise ValueError(f"the cell in column {self._labels[0]} is empty")
+            raise ValueError(f"the cell in column {self._labels[0]!r} is empty")
         return label_of(cells[0])
 
     def classified(self, images: Images, options: DataOptions) -> Images:

@@ -187,10 +187,10 @@ _STEPS = "step:30,60:0.1 to decay at epochs 30 and 60, or step:30:0.1 to decay e
 SCHEDULES = {
     "cosine": Form(lambda _config, _steps: {"shape": _cosine}, "cosine"),
     "linear": Form(lambda _config, _steps: {"shape": _polynomial}, "linear"),
-    "polynomial": Form(_polynomial_fields, "polynomial:POWER, such as polynomial:2"),
-    "step": Form(_step_fields, f"step:EPOCHS:FACTOR, such as {_STEPS}"),
+    "polynomial": Form(_polynomial_fields, "polynomial:POWER with a POWER up to 100, such as polynomial:2"),
+    "step": Form(_step_fields, f"step:EPOCHS:FACTOR with a FACTOR up to 1, such as {_STEPS}"),
     "constant": Form(lambda _config, _steps: {"final_scale": 1.0}, "constant"),
-    "wsd": Form(_stable_fields, "wsd:EPOCHS:SHAPE, such as wsd:5:sqrt, with a SHAPE of sqrt, linear or cosine"),
+    "wsd": Form(_stable_fields, "wsd:EPOCHS:SHAPE with a SHAPE of sqrt, linear or cosine, such as wsd:5:sqrt"),
 }
 
 
@@ -206,7 +206,8 @@ def schedule_fields(text: str, config: RecipeSettings, steps_per_epoch: int) -> 
     try:
         return SCHEDULES[name].fields(config, steps_per_epoch, *words)
     except (KeyError, TypeError, ValueError):  # an unknown shape, too many words or an invalid number
-        raise UserError(f"schedule {shown(text)}: expected {SCHEDULES[name].usage}.") from None
+        usage = SCHEDULES[name].usage
+        raise UserError(f"schedule {shown(text)}: expected {usage}{'' if ':' in usage else ' alone'}.") from None
 
 
 def given_decay(text: str) -> float:
