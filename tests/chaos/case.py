@@ -25,7 +25,7 @@ STRATEGIES = ("ddp", "fsdp_stage2", "fsdp_stage3")
 RECIPES = {
     "plain": "",
     "images": "--augmentation shift_flip --mirror alternate --shift-pixels auto:reflect --random-erasing 0.3 "
-    "--mixup 0.4 --cutmix 1 --mixup-probability 0.7 --repeated-augmentation 3 --sampling balanced",
+    "--mixup 0.4 --cutmix 1 --mixup-probability 0.7 --sampling balanced:3",
     "weights": "--optimizer adan --loss bce --schedule wsd --ema 0.9 --lookahead 3 --layer-decay 0.8",
 }
 # What a recipe has for one network alone: a ViT has one size of images.

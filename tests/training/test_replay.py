@@ -133,7 +133,7 @@ VARIANTS = {
     "averages": ("--strategy", "fsdp_stage2", "--ema", "0.9", "--lookahead", "2", "--gradient-clipping", "0.1"),
     "mixed": ("--mixup", "0.4", "--cutmix", "1", "--label-smoothing", "0.1", "--optimizer", "lamb"),
     "pairs": ("--loss", "supcon"),
-    "global": ("--global-batch", "200", "--repeated-augmentation", "2"),
+    "global": ("--global-batch", "200", "--sampling", "uniform:2"),
 }
 
 

@@ -94,6 +94,7 @@ def test_help_shows_what_most_trainings_need_and_all_of_it_if_asked(capsys) -> N
         shown.append([flag for flag in flags if f"\n  {flag} " in help_])
     usual, every = shown
     assert every == flags
+    assert len(flags) <= 101  # 105 with --config, --check-config and DeepSpeed's two
     assert {*usual} == {FLAG_OF[name] for name in USUAL}
     assert len(usual) < 40
     with pytest.raises(UserError, match=r"^--dropout 2.0: expected "):

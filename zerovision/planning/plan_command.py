@@ -94,8 +94,8 @@ def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
     if config.learning_rate == "auto":
         return "--learning-rate auto finds one for it"
     if config.base_batch_size:
-        return f"the learning rate grows with it (--base-batch-size {config.base_batch_size})"
-    return f"the learning rate stays {config.learning_rate:g}, unless --base-batch-size {global_batch} scales it"
+        return f"the learning rate grows with it (--learning-rate RATE:{config.base_batch_size})"
+    return f"the learning rate stays {config.learning_rate:g}, unless --learning-rate RATE:{global_batch} scales it"
 
 
 def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:

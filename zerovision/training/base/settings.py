@@ -83,7 +83,7 @@ class RunSettings:
     )
     learning_rate: float | Literal["auto"] = option(
         USUAL_RATE,
-        "Peak learning rate, before scaling by --base-batch-size; auto: the best rate in several short training "
+        "Peak learning rate; auto: the best rate in several short training "
         f"runs. With --optimizer adamw and random weights, some networks have a different default: {RATES}.",
         above=0,
         high=100,

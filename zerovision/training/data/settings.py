@@ -244,7 +244,7 @@ class DataFields:
         4096, "Number of consecutive samples to shuffle together.", low=1, high=10**9, part_of="order:shards"
     )
     repeated_augmentation: int = option(
-        1, "Copies of each sample per epoch, each augmented differently; epochs keep their length.", low=1, high=64
+        1, "Copies of each sample, each augmented differently, from fewer samples.", low=1, high=64, part_of="sampling"
     )
     decode: Literal["cpu", "exact", "numbers"] = option(
         "cpu", f"How to decode image files. {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."

@@ -68,7 +68,7 @@ class RecipeSettings(RunSettings):
         0.0, "Number of epochs at this rate at the end of the run.", low=0, part_of="final_learning_rate_scale"
     )
     base_batch_size: int = option(
-        0, "Multiply --learning-rate by global batch / this number (linear scaling rule); 0: no scaling.", low=0
+        0, "Multiply the rate by global batch / this number; 0: no scaling.", low=0, part_of="learning_rate"
     )
     early_stopping_patience: int = option(
         0, "Stop after this many epochs without a better score (--best-by); 0: never.", low=0

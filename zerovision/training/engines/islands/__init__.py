@@ -30,10 +30,10 @@ class IslandSettings:
         high=100_000,
     )
     islands: int = option(0, "Equal groups of ranks; 0: one per machine.", low=0, high=100_000, part_of="local_steps")
-    outer_learning_rate: float = option(0.7, "Learning rate of the outer step of --local-steps.", above=0, high=10)
-    outer_momentum: float = option(0.9, "Outer Nesterov momentum.", low=0, high=0.9999, part_of="outer_learning_rate")
+    outer_learning_rate: float = option(0.7, "Outer learning rate.", above=0, high=10, part_of="local_steps")
+    outer_momentum: float = option(0.9, "Outer Nesterov momentum.", low=0, high=0.9999, part_of="local_steps")
     outer_precision: Literal["fp32", "bf16"] = option(
-        "fp32", "bf16: send half the bytes; add rounding errors to the next outer step.", part_of="outer_learning_rate"
+        "fp32", "bf16: send half the bytes; add rounding errors to the next outer step.", part_of="local_steps"
     )
 
 
