@@ -15,7 +15,7 @@ import torch
 from zerovision.delivery.settings import EvaluateSettings, ExportSettings, ImageSettings
 from zerovision.delivery.trained_model import TrainedModel, read_json
 from zerovision.models.weights_metadata import Preprocessing
-from zerovision.training.base.errors import UserError
+from zerovision.training.base.errors import UserError, either
 from zerovision.training.base.run_folder import ENVIRONMENT, IMAGES
 from zerovision.training.base.units import plural
 from zerovision.training.config import TrainConfig
@@ -173,7 +173,7 @@ def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is
     """
     is_undivided = [*parts] == ["train"]
     there = {"val": {"train", "val"}, "train": {"train"}, "test": {"test"}}  # val may be held out from train
-    given = " or ".join(f"--split {name}" for name, of in there.items() if of & {*parts})
+    given = either(f"--split {name}" for name, of in there.items() if of & {*parts})
     if split == "all" and not is_undivided:
         raise UserError(f"--split all is for data without parts, but '{options.data}' has parts: use {given}.")
     if not there.get(split, {*parts}) & {*parts}:

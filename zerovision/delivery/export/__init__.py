@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zerovision.training.base.errors import UserError
+from zerovision.training.base.errors import UserError, either
 
 
 class ExportFormat(NamedTuple):
@@ -82,7 +82,7 @@ def check_choice(format_name: str, precision: str, *, with_preprocessing: bool =
             f"use --format {able} for {precision}."
         )
     if with_preprocessing and not (chosen.has_graph and precision != "int8"):
-        able = " or ".join(name for name, entry in FORMATS.items() if entry.has_graph)
+        able = either(name for name, entry in FORMATS.items() if entry.has_graph)
         raise UserError(
             f"--with-preprocessing works with --format {able} in fp32 or bf16, not with {format_name} in {precision}: "
             "use one of those, or leave it out."

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from zerovision.delivery.intervals import Interval, interval_of, wilson
 from zerovision.delivery.pages import THIN, clip, count, date_and_time, join, number, percent, plural
 from zerovision.delivery.report.run_files import History, RunFiles
+from zerovision.training.base.errors import either
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, has_top5, score_in
 from zerovision.training.base.units import format_bytes, format_duration
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
@@ -415,7 +416,7 @@ def _describe(line: dict[str, Any]) -> tuple[str, str]:
             return "slow rank", f"{who}: {own} ms of work per step, {others} ms in the other ranks (median)"
         case "wrong_gradient":
             places = zip(line["ranks"], line["hosts"], strict=True)
-            who = " or ".join(f"rank {rank} (host {clip(str(host))})" for rank, host in places)
+            who = either(f"rank {rank} (host {clip(str(host))})" for rank, host in places)
             return "wrong gradient", clip(f"{who}, first in {line['parameters'][0]}", LONGEST_TEXT)
         case "checkpoint_failed":
             return "failed checkpoint", clip(f"{line.get('name', '?')}: {line.get('error', '?')}", LONGEST_TEXT)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE, RunEnded, UserError, printable
+from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE, RunEnded, UserError, either, printable
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.units import plural
 from zerovision.training.data.reader import Batch
@@ -185,7 +185,7 @@ class Audited:
         both = [(first[rank] or again[rank], again[rank]) for rank in ranks]
         wrong = [rank for rank in ranks if not is_decided or any(hashes != dict(right) for hashes in both[rank])]
         hosts = [printable(host) for host in gather_objects(socket.gethostname(), self.world)]
-        who = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong)
+        who = either(f"rank {rank} on {hosts[rank]}" for rank in wrong)
         differing = sorted({name for name, _ in first[owner].items() ^ first[checker].items()})
         self.loggers.message(
             f"step {step}: {who} computed wrong results: rank {owner} and rank {checker} have different gradients of "
