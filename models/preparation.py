@@ -98,7 +98,7 @@ def differences(there: Preparation, here: Preparation, *, of_arrays: bool) -> st
 def starting_preparations(
     model_type: str, members: Sequence[str], *, pretrained: bool, weights: str
 ) -> list[Preparation]:
-    """Return the preprocessing of the starting weights; empty for random weights, several for some ensembles.
+    """Return the preprocessing of each of the starting weights: an empty list for random weights.
 
     Args:
         model_type: a name in `MODELS`, or `timm:<name>`.

@@ -31,7 +31,7 @@ def check_timm_name(name: str) -> None:
     """Accept a name in timm's registry, with or without a weights tag ("resnet18.a1_in1k").
 
     Raises:
-        UserError: for any other name, including `hf-hub:`, which the trainer's parser has already replaced.
+        UserError: for any other name. The trainer replaces names that begin with `hf-hub:` before it calls this.
     """
     if not timm.is_model(name):
         # The message does not list all names, because timm has more than a thousand.

@@ -76,7 +76,7 @@ def test_every_launchers_ranks_are_known(monkeypatch, variables, ranks, master):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "1", "LOCAL_RANK": "1"}, "incomplete: RANK=1, LOCAL_RANK=1, WORLD_SIZE=missing"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, r"incomplete \(RANK=1, LOCAL_RANK=1, WORLD_SIZE=missing"),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
             "RANK=1 and WORLD_SIZE=4, but LOCAL_RANK is not set: .* several pods.* Run torchrun .* unset RANK WORLD",

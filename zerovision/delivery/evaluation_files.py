@@ -58,7 +58,7 @@ def write_evaluation(
 
 
 def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
-    """Return a picture of an image [C, H, W] that fits into a square of `side` pixels.
+    """Return a thumbnail of an image [C, H, W] that fits into `side` x `side` pixels.
 
     Small images are enlarged by a whole factor. In float32 images, the smallest value becomes black, and the largest
     value white.

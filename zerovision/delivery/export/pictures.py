@@ -3,7 +3,7 @@
 PyTorch resizes 8-bit images with integers: first the columns, then the rows, with 16-bit weights, rounding after each
 step. This module does the same with two matrix products, because every runtime supports matrix products and few support
 an antialiased Resize. The sums are whole numbers below 2^24, which float32 represents exactly, unless a picture is
-shrunk very far.
+shrunk by a very large factor.
 """
 
 from __future__ import annotations

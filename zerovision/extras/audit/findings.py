@@ -138,8 +138,8 @@ def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[i
 def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int, Fix]) -> list[tuple[int, Fix]]:
     """Return fixes for copies, by image number, so that each group of copies has one label and is in one part.
 
-    The test part does not change. If a group is in both training and validation, the larger share stays: training
-    images are dropped or, if they are in the majority, validation images become training images. If the labels
+    The test part does not change. If a group is in both training and validation, its training images are dropped;
+    if they are in the majority, its validation images become training images instead. If the labels
     contradict each other, the majority's label is kept; without a majority, all copies outside the test part are
     dropped. Copies in one part with one label are harmless and stay, as do pairs with a confidence below `APPLIED`.
 

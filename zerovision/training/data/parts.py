@@ -1,4 +1,4 @@
-"""Recognizes by name which folders and splits are parts (training, validation, test), and which folders are classes."""
+"""Determines from their names which folders and splits are parts (train, val or test), and which are classes."""
 
 from __future__ import annotations
 

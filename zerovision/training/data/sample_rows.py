@@ -18,7 +18,7 @@ class SampleRows:
     Args:
         loader: Loader of the images.
         world: The ranks, which read different images.
-        stride: Distance between the images to read, in positions of the set; other images have no rows.
+        stride: Read only every `stride`-th image of the set; the images in between have no rows.
 
     Attributes:
         labels: int64 [images].

@@ -210,10 +210,10 @@ class DataFields:
         CROP_RATIO, "Range of a crop's width / height (multiplied by W/H with --image-size HxW).", part_of="crop_scale"
     )
     mirror: Literal["auto", "off", "random", "alternate"] = option(
-        "auto", "Horizontal flips; random: half the time; alternate: every other epoch; auto: as --augmentation does."
+        "auto", "Horizontal flips; random: half the time; alternate: every other epoch; auto: set by --augmentation."
     )
     shift_pixels: int | Literal["auto"] = option(
-        "auto", "Largest shift in pixels; 0: no shift; auto: as --augmentation does.", low=0, high=LARGEST_IMAGE_SIZE
+        "auto", "Largest shift in pixels; 0: no shift; auto: set by --augmentation.", low=0, high=LARGEST_IMAGE_SIZE
     )
     shift_padding: Literal["zeros", "reflect"] = option("zeros", "How to fill shifted edges.", part_of="shift_pixels")
     color_jitter: float = option(

@@ -85,7 +85,7 @@ def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataO
 
 
 def _note(copies: Copies, options: DataOptions) -> str:
-    """Return a note on where files are kept; raise UserError if they exceed the cache and are not read by shard."""
+    """Return a note on where files are kept; raise UserError if they exceed the cache without --order shards."""
     size = sum(size for size, _ in copies.states)
     found = f"{size / 1e9:.3g} GB behind the URL"
     if size <= copies.max_bytes:

@@ -199,7 +199,7 @@ class Engine(Protocol):
         """Let `change` modify this rank's part of the trained weights, then update the model; a collective.
 
         Args:
-            change: function that is called with each tensor that the optimizer updates, and the tensor's state by kind.
+            change: function called with each tensor that the optimizer updates and a dictionary of its optimizer state.
         """
 
     def state(self) -> EngineState:

@@ -49,8 +49,8 @@ class RecipeSettings(RunSettings):
     )
     warmup_epochs: float | Literal["auto"] = option(
         "auto",
-        "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run, and "
-        "at least 50 steps with a network's own default rate.",
+        "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1 or a tenth of the run, whichever "
+        "is less; at least 50 steps with a network's own, higher default rate.",
         low=0,
     )
     schedule: str = option(

@@ -19,7 +19,7 @@ _LINE_VARIABLE = "ZEROVISION_LINE"  # the command line that started our launcher
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _WAYS = (
-    "Start training with scripts/launch_distributed.sh (under Slurm: sbatch scripts/slurm_distributed.sh) or "
+    "start training with scripts/launch_distributed.sh (under Slurm: sbatch scripts/slurm_distributed.sh) or "
     "torchrun --nproc_per_node=N scripts/train_distributed.py."
 )
 
@@ -41,7 +41,7 @@ def launched_world() -> tuple[int, int, int, int]:
         return rank, local_rank, int(local_size), size
     except (KeyError, ValueError):
         said = ", ".join(f"{name}={given.get(name, 'missing')}" for name in RANK_VARIABLES)
-        raise UserError(f"the launcher's environment is incomplete: {said}. {_WAYS}") from None
+        raise UserError(f"the launcher's environment is incomplete ({said}): {_WAYS}") from None
 
 
 def remember_line(start: Sequence[str], script: str, arguments: Sequence[str]) -> None:
@@ -153,11 +153,11 @@ def _first_host() -> str:
 def _refuse_a_single_process() -> None:
     """Raise a UserError if several ranks were requested, but this process would train alone."""
     if (size := _number("SLURM_STEP_NUM_TASKS")) > 1 and "SLURM_PTY_PORT" not in os.environ:
-        raise UserError(f"srun started {size} processes, and each would train on its own. {_WAYS}")
+        raise UserError(f"srun started {size} processes, and each would train on its own: {_WAYS}")
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         raise UserError(
             "accelerate was told to start several processes but started only one: replace --cpu with --multi_gpu, "
-            f"which also starts processes on CPUs. Otherwise: {_WAYS}"
+            f"which also starts processes on CPUs, or {_WAYS}"
         )
 
 

@@ -65,8 +65,8 @@ class DiLoCo(Way):
         meant = self.config.islands or size // ranks_per_machine(world, flag)
         if meant < 2:
             raise AgreedError(
-                f"{flag} needs at least 2 islands, not {meant}: use {flag}:N for N islands, with a multiple "
-                f"of N ranks ({size} here), or leave {flag} out."
+                f"{flag} needs at least 2 islands, not {meant}: use {flag}:N for N islands, "
+                f"where N divides the number of ranks ({size}), or leave {flag} out."
             )
         machines = {*gather_objects(world.local_size, world)}
         islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)

@@ -25,7 +25,7 @@ class PipelineSettings:
 
     pipeline_parallel: int = option(
         1,
-        "Number of stages of consecutive layers to cut the model into, each on its own rank. For an ensemble: "
+        "Number of stages to split the model into, each a group of consecutive layers. For an ensemble: "
         "number of ranks to distribute the members over (ddp, --engine torch).",
         low=1,
         high=1024,
@@ -92,7 +92,7 @@ class Pipeline(Way):
         rounds = micro_batches // stages
         if self.config.pipeline_schedule == "interleaved" and micro_batches % rounds:
             raise UserError(
-                f"{flag}: {micro_batches} micro-batches do not fill whole rounds of {stages} ranks: use "
+                f"{flag}: {micro_batches} micro-batches cannot be divided into rounds of {stages}, one per rank: use "
                 f"--gradient-accumulation-steps {rounds * stages} or {(rounds + 1) * stages}, or 1f1b."
             )
 

@@ -59,7 +59,7 @@ class Teacher:
         order: index of the teacher's output for each class of the data, int64 [classes].
         own: mean and standard deviation of the teacher's images per channel, float64 [2, C].
         given: mean and standard deviation of the run's images per channel, float64 [2, C].
-        precision: precision of the teacher's arithmetic, equal to that of the run.
+        precision: precision of the teacher's arithmetic, the same as the run's.
         device: device of the images.
 
     Attributes:
