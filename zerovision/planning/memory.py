@@ -133,7 +133,7 @@ def plan_memory(
         rows = _rows(ranks, accumulation_steps)
         needs = _flat_buffers(sizes, plan, ranks, rows, shares_memory=device == "cpu" or ranks == 1)
     else:
-        needs = _fsdp2(sizes, plan, ranks, _sums_kept(Leaves(ranks, accumulation_steps, plan.neighbours)))
+        needs = _fsdp2(sizes, plan, ranks, _sums_kept(Leaves(ranks, accumulation_steps, plan.gradient_shards)))
 
     def missing(done: int, ready: Callable[[int], int]) -> float:
         """Return the bytes that the backward pass has yet to allocate after computing this many gradient elements."""

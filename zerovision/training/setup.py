@@ -63,7 +63,7 @@ def build(run: Run) -> Run:
 def _add_plan(run: Run) -> Run:
     """Add the task, the assignment of samples to batches, and the learning rate schedule."""
     config, world, task = run.config, run.world, asked_task(run.config)
-    dealt = (world.data.size, task.views, run.start.groups, parallel_plan(config, world).neighbours)
+    dealt = (world.data.size, task.views, run.start.groups, parallel_plan(config, world).gradient_shards)
     plan = agreed(lambda: build_plan(config, run.data.train.source, *dealt), world)
     schedule = build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs_of(config))
     return dataclasses.replace(run, task=task, plan=plan, schedule=schedule)

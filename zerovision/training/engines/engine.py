@@ -147,7 +147,7 @@ class EngineSetup:
     @property
     def leaves(self) -> Leaves:
         """The leaves of a step."""
-        return Leaves(self.data.size, self.accumulation_steps, self.plan.neighbours)
+        return Leaves(self.data.size, self.accumulation_steps, self.plan.gradient_shards)
 
     @property
     def data(self) -> World:

@@ -55,7 +55,7 @@ class Fsdp2:
         # gathered.
         self._module.to(memory_format=torch.contiguous_format)
         copy_from_main([*self._module.parameters()], world)
-        self._shards = plan.neighbours
+        self._shards = plan.gradient_shards
         self._reduce: list[TreeReduceScatter] = []
         self._blocks_run = 0  # hash of the blocks that ran in this step
         self._row = world.rank % self._shards

@@ -34,7 +34,7 @@ class ParallelPlan:
         return self.zero_stage == 3
 
     @property
-    def neighbours(self) -> int:
+    def gradient_shards(self) -> int:
         """The number of ranks over which gradients are divided: 1 at stage 1, where each rank keeps whole gradients.
 
         If each copy of the state has only one rank, FSDP2 divides the gradients over the replicas instead.
