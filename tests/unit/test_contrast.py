@@ -13,13 +13,13 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
-from tests.kit import ALONE, assert_same_but_rounding, new_model
+from tests.kit import ALONE, assert_equal, assert_same_but_rounding, new_model, save_built
 from tests.training.engine_ranks import configuration, make_engine
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.leaves import Leaves
 from zerovision.training.base.timing import SpanClock
-from zerovision.training.checkpoint.weights import load_model, read_metadata, save_weights
+from zerovision.training.checkpoint.weights import load_model, read_metadata
 from zerovision.training.config import FLAG_OF
 from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
@@ -124,20 +124,21 @@ class NoUpdate(TimedEngine):
         }
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        engine = self
-
-        class Saved:
-            def __init__(self, tensor: torch.Tensor) -> None:
-                self.tensor = tensor
-                engine.kept += tensor.nbytes
-                engine.most_kept = max(engine.most_kept, engine.kept)
-                weakref.finalize(self, engine.release, tensor.nbytes)
-
-        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: Saved(self, tensor), lambda saved: saved.tensor):
             return super().forward(images)
 
-    def release(self, count: int) -> None:
-        self.kept -= count
+    def keep(self, count: int) -> None:
+        self.kept += count
+        self.most_kept = max(self.most_kept, self.kept)
+
+
+class Saved:
+    """A tensor that a graph keeps, counted as long as it lives."""
+
+    def __init__(self, engine: NoUpdate, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        engine.keep(tensor.nbytes)
+        weakref.finalize(self, engine.keep, -tensor.nbytes)
 
 
 def batches_of(images: torch.Tensor, labels: torch.Tensor, size: int) -> list[Batch]:
@@ -155,35 +156,25 @@ def step_of(leaves: int) -> GradientCache:
     return GradientCache(ALONE, Leaves(1, leaves), 0.1, CLASSES)
 
 
-def run_step(leaves: int, note=lambda *_: None) -> tuple[NoUpdate, nn.Module]:
-    torch.manual_seed(0)
-    module = Network()
-    before, engine = copy.deepcopy(module), NoUpdate(module, leaves)
-    batches = batches_of(drawn(IMAGES, 3, 6, 6), LABELS, IMAGES // leaves)
-    result = step_of(leaves)(engine, StepInput(iter(batches), seed, leaves / (IMAGES - 2), note))
-    assert result is not None
-    return engine, before
-
-
 @pytest.mark.parametrize("leaves", [1, 2, 8])
 def test_the_gradient_is_that_of_one_graph_over_the_same_leaves(leaves):
-    engine, oracle = run_step(leaves)
-    outputs, batches = [], batches_of(drawn(IMAGES, 3, 6, 6), LABELS, IMAGES // leaves)
+    """BatchNorm counts each micro-batch once."""
+    torch.manual_seed(0)
+    module = Network()
+    oracle, engine = copy.deepcopy(module), NoUpdate(module, leaves)
+    batches, count = batches_of(drawn(IMAGES, 3, 6, 6), LABELS, IMAGES // leaves), IMAGES - 2
+    assert step_of(leaves)(engine, StepInput(iter(batches), seed, leaves / count, lambda *_: None)) is not None
+    outputs = []
     for leaf, batch in enumerate(batches):
         seed(leaf)
         outputs.append(oracle(batch.images))
-    count = IMAGES - 2
     (formula(torch.cat(outputs)[:count], LABELS[:count], 0.1).sum() / count).backward()
     gradients = {name: parameter.grad for name, parameter in oracle.named_parameters()}
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-2
     assert engine.gradients.keys() == gradients.keys()
     for name, gradient in engine.gradients.items():
         assert_same_but_rounding(gradient, gradients[name], msg=name)
-
-
-def test_batchnorm_counts_each_micro_batch_once():
-    engine, _ = run_step(8)
-    assert engine.buffers.by_name()["norm.num_batches_tracked"].tolist() == [1] * 8
+    assert engine.buffers.by_name()["norm.num_batches_tracked"].tolist() == [1] * leaves
 
 
 def test_a_batch_of_32_chunks_keeps_the_activations_of_one():
@@ -203,15 +194,8 @@ def test_only_the_image_that_is_not_finite_is_to_blame():
     engine.module.norm = nn.Identity()  # which would spread it over the micro-batch
     images[5] = math.nan
     blamed: list[bool] = []
-    step_of(2)(
-        engine,
-        StepInput(
-            batches_of(images, LABELS[:8], 4),
-            seed,
-            1.0,
-            lambda batch, losses, logits, evidence: blamed.extend((~evidence.isfinite()).tolist()),
-        ),
-    )
+    note = lambda batch, losses, logits, evidence: blamed.extend((~evidence.isfinite()).tolist())  # noqa: E731
+    step_of(2)(engine, StepInput(batches_of(images, LABELS[:8], 4), seed, 1.0, note))
     assert blamed == [number == 5 for number in range(8)]
 
 
@@ -245,13 +229,8 @@ def test_neighbours_are_scikit_learns():
 
 def test_of_a_large_set_every_second_image_is_compared():
     keys = [key for rank in (0, 1) for key in EvaluationPlan(5, 2, 2, stride=2).epoch_keys(0, rank)]
-    assert sorted(index for key in keys for index, weight in zip(key.indices, key.weights, strict=True) if weight) == [
-        0,
-        2,
-        4,
-        6,
-        8,
-    ]
+    pairs = [pair for key in keys for pair in zip(key.indices, key.weights, strict=True)]
+    assert sorted(index for index, weight in pairs if weight) == [0, 2, 4, 6, 8]
 
 
 def test_rows_are_of_the_images_that_are_compared():
@@ -264,9 +243,10 @@ def test_rows_are_of_the_images_that_are_compared():
 
 def test_an_epoch_has_two_views_of_half_of_the_images():
     plan = BatchPlan(12, 2, 2, 1, seed=0, repeats=2)
-    keys = np.concatenate([key.draw_keys for key in plan.epoch_keys(0, 0)])
-    images, counts = np.unique(np.concatenate([key.indices for key in plan.epoch_keys(0, 0)]), return_counts=True)
-    assert (len(images), set(counts), len(set(keys))) == (6, {2}, 12)
+    keys = [*plan.epoch_keys(0, 0)]
+    images, counts = np.unique(np.concatenate([key.indices for key in keys]), return_counts=True)
+    draw_keys = np.concatenate([key.draw_keys for key in keys])
+    assert (len(images), set(counts), len(set(draw_keys))) == (6, {2}, 12)
 
 
 @pytest.fixture(scope="module")
@@ -274,9 +254,7 @@ def trained(tmp_path_factory):
     """The file of a network with a projection, and the network."""
     built = new_model("basic_cnn", num_classes=CLASSES, image_size=32, loss="supcon")
     path = tmp_path_factory.mktemp("run") / "model.safetensors"
-    tensors = built.module.state_dict()
-    facts = {"description": built.description, "class_names": NAMES, "preprocessing": PREPROCESSING}
-    save_weights(path, tensors, **facts)
+    save_built(path, built, class_names=NAMES, preprocessing=PREPROCESSING)
     return path, built
 
 
@@ -294,22 +272,19 @@ def test_a_projection_is_trained_and_its_input_evaluated(trained):
     "model", ["mobilenet", "timm:vit_tiny_patch16_224", "timm:resnet18", "vgg", "cnn_lstm", "airbench"]
 )
 def test_models_take_a_projection(model):
+    size = 64 if model == "timm:vit_tiny_patch16_224" else 32
     with torch.device("meta"):
-        built = new_model(model, num_classes=CLASSES, image_size=32 if model != "timm:vit_tiny_patch16_224" else 64)
-    head = sorted(built.head_parameter_names)
-    with torch.device("meta"):
-        projected = new_model(model, num_classes=CLASSES, image_size=built.description.image_size, loss="supcon")
+        built = new_model(model, num_classes=CLASSES, image_size=size)
+        projected = new_model(model, num_classes=CLASSES, image_size=size, loss="supcon")
     assert len(projected.head_parameter_names) == 4
-    assert not {*head} & projected.head_parameter_names
+    assert not built.head_parameter_names & projected.head_parameter_names
 
 
 def test_the_backbone_becomes_a_classifier(trained):
     path, projected = trained
     built = new_model("basic_cnn", num_classes=5, image_size=32, weights=str(path))  # also for other classes
-    expected = {name: tensor for name, tensor in projected.module.state_dict().items() if "head" not in name}
-    found = {name: tensor for name, tensor in built.module.state_dict().items() if "head" not in name}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    states = (network.module.state_dict() for network in (built, projected))
+    assert_equal(*({name: tensor for name, tensor in state.items() if "head" not in name} for state in states))
     assert built.module.head.weight.shape == (5, 128)
     assert any("head replaced: between a classifier and a projection" in note for note in built.notes)
 
@@ -317,17 +292,14 @@ def test_the_backbone_becomes_a_classifier(trained):
 def test_weights_of_a_projection_go_on_with_it(trained):
     path, projected = trained
     built = new_model("basic_cnn", num_classes=CLASSES, image_size=32, weights=str(path), loss="supcon")
-    assert all(
-        torch.equal(tensor, projected.module.state_dict()[name]) for name, tensor in built.module.state_dict().items()
-    )
+    assert_equal(built.module.state_dict(), projected.module.state_dict())
 
 
 def test_a_classifiers_weights_begin_the_training_of_features(tmp_path):
     classifier = new_model("basic_cnn", num_classes=CLASSES, image_size=32)
-    torch.save(classifier.module.state_dict(), tmp_path / "others.pth")
-    built = new_model(
-        "basic_cnn", num_classes=CLASSES, image_size=32, weights=str(tmp_path / "others.pth"), loss="supcon"
-    )
+    path = tmp_path / "others.pth"
+    torch.save(classifier.module.state_dict(), path)
+    built = new_model("basic_cnn", num_classes=CLASSES, image_size=32, weights=str(path), loss="supcon")
     name = "blocks.0.0.weight"
     assert torch.equal(built.module.state_dict()[name], classifier.module.state_dict()[name])
     assert built.module.head[2].weight.shape == (128, 128)
