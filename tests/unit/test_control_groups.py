@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from launching import pretend_gpus
+from launching import REPO_ROOT, pretend_gpus
 
 from zerovision.launch.node_launcher import malloc_variables
 from zerovision.training.base import control_groups
@@ -28,6 +28,12 @@ from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import _choose_device, start_world
 
 NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
+
+
+def write_files(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
 
 
 def old(group, quota, period=100000, top=OLD):
@@ -57,9 +63,7 @@ def old(group, quota, period=100000, top=OLD):
 )
 def test_cores_are_those_of_affinity_and_quota(groups, files, quota, cores, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    for name, text in {"proc/self/cgroup": groups, **files}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, {"proc/self/cgroup": groups, **files})
     assert (cpu_quota(tmp_path), usable_cores(tmp_path)) == (quota, cores)
     assert quota_note(tmp_path) == (f"a CPU quota of {quota:g} of 8 cores" if quota < 8 else "")
 
@@ -95,10 +99,8 @@ OLD_MEMORY = {"top": "sys/fs/cgroup/memory", "name": "memory.limit_in_bytes"}
 def test_caches_in_memory_take_a_quarter_of_what_machine_and_control_groups_allow(
     groups, files, kib, tmp_path, monkeypatch
 ):
-    files = {"proc/meminfo": "MemTotal: 8000 kB\nMemAvailable: 7000 kB\n", "proc/self/cgroup": groups, **files}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    meminfo = "MemTotal: 8000 kB\nMemAvailable: 7000 kB\n"
+    write_files(tmp_path, {"proc/meminfo": meminfo, "proc/self/cgroup": groups, **files})
     assert usable_memory(tmp_path) == 1024 * kib
     monkeypatch.setattr(cache, "usable_memory", lambda: usable_memory(tmp_path))
     assert cache._location(DataOptions(cache="ram"))[1] == 256 * kib
@@ -119,9 +121,6 @@ def test_threads_and_workers_follow_a_quota(monkeypatch):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("tool", ["", "#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n"], ids=["missing", "broken"])
@@ -160,7 +159,7 @@ print("torch._inductor.ir" in sys.modules)
 @pytest.mark.slow
 def test_deepspeed_gets_the_ranks_device_looks_for_no_operators_and_imports_no_compiler() -> None:
     """Also where the environment says otherwise: this rank has no GPU."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(REPO_ROOT)}
     done = subprocess.run([sys.executable, "-c", DEEPSPEED], env=environment, capture_output=True, text=True)
     assert done.stdout == "cpu {}\nFalse\n", done.stderr[-3000:]
 
@@ -192,13 +191,16 @@ def test_hidden_gpus_mean_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def seen_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that lets torch see some GPUs."""
+def seen_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str | None], None]:
+    """A function that lets torch see some GPUs, with a value of CUDA_VISIBLE_DEVICES or without one."""
 
-    def see(count: int) -> None:
+    def see(count: int, visible: str | None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
     return see
 
@@ -207,21 +209,15 @@ def seen_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     ("visible", "count", "local_rank", "index"),
     [(None, 4, 3, 3), ("2", 1, 3, 0), ("GPU-1b2c", 1, 1, 0), ("4,2", 2, 1, 1)],
 )
-def test_a_rank_has_the_gpu_that_it_alone_sees(monkeypatch, seen_gpus, visible, count, local_rank, index) -> None:
+def test_a_rank_has_the_gpu_that_it_alone_sees(seen_gpus, visible, count, local_rank, index) -> None:
     """`srun --gpus-per-task=1` lets each task see its own."""
-    seen_gpus(count)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    seen_gpus(count, visible)
     assert _choose_device(local_rank, 4 if count == 1 else count) == torch.device("cuda", index)
 
 
-@pytest.mark.parametrize(("visible", "count"), [("", 1), ("2,3", 2)])
-def test_more_ranks_than_gpus_are_refused(monkeypatch, seen_gpus, visible, count) -> None:
-    seen_gpus(count)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if not visible:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+@pytest.mark.parametrize(("visible", "count"), [(None, 1), ("2,3", 2)])
+def test_more_ranks_than_gpus_are_refused(seen_gpus, visible, count) -> None:
+    seen_gpus(count, visible)
     with pytest.raises(UserError, match=f"^4 GPUs requested, but only {count} present"):
         _choose_device(1, 4)
 
