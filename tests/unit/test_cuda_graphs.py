@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -45,11 +46,11 @@ class Replays(nn.Module):
 @pytest.fixture
 def graphs(monkeypatch):
     """Let `record` run without a GPU; the namespace has what a replay does to logits, the free memory, and all made."""
-    told = SimpleNamespace(change=lambda logits: logits, free=80e9, made=[], error=None)
+    told = SimpleNamespace(change=lambda logits: logits, free=80e9, made=[])
 
     def make(recording, images, **_):
-        if told.error:
-            raise told.error
+        if isinstance(told.change, Exception):
+            raise told.change
         told.made.append(Replays(recording, told.change))
         return told.made[-1]
 
@@ -123,19 +124,23 @@ class OffInBackward(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "free", "told"),
     [
-        (lambda logits: logits + 1e-6 * logits.detach().abs().max(), "logits are off by up to "),
-        (OffInBackward.apply, "gradients are off by "),
-        (lambda logits: logits * torch.nan, "logits are off by up to nan"),
+        (lambda logits: logits + 1e-6 * logits.detach().abs().max(), 80e9, "replayed, logits are off by up to .*"),
+        (OffInBackward.apply, 80e9, "replayed, gradients are off by .*"),
+        (lambda logits: logits * torch.nan, 80e9, "replayed, logits are off by up to nan.*"),
+        (RuntimeError("stream is capturing"), 80e9, "RuntimeError, stream is capturing"),
+        (lambda logits: logits, 7.9e9, r"they would leave 7\.9 of 80\.0 GB of the GPU's memory"),
     ],
 )
-def test_a_recording_that_computes_something_else_is_not_taken(change, told, graphs):
-    graphs.change, network = change, make_network()
+def test_a_recording_that_computes_something_else_fails_or_fills_the_memory_is_not_taken(change, free, told, graphs):
+    graphs.change, graphs.free, network = change, free, make_network()
     setup = setup_of(network)
     assert record(network, setup) is network
     (note,) = setup.notes
-    assert note.startswith(f"no CUDA graphs: replayed, {told}")
+    assert re.fullmatch(f"no CUDA graphs: {told}", note)
+    if isinstance(change, Exception):
+        assert graphs.made == ["clone"], "the generator counts again"
 
 
 def test_numbers_drawn_on_the_host_are_found(graphs):
@@ -154,21 +159,6 @@ def test_numbers_drawn_on_the_host_are_found(graphs):
     Draws.drawn = 0.5
     assert record(network, setup) is network
     assert "logits are off" in setup.notes[0]
-
-
-def test_what_cannot_be_recorded_is_called_as_it_is(graphs):
-    graphs.error, network = RuntimeError("operation not permitted when stream is capturing"), make_network()
-    setup = setup_of(network)
-    assert record(network, setup) is network
-    assert setup.notes == ["no CUDA graphs: RuntimeError, operation not permitted when stream is capturing"]
-    assert graphs.made == ["clone"], "the generator counts again"
-
-
-def test_graphs_that_leave_too_little_memory_are_given_up(graphs):
-    graphs.free, network = 7.9e9, make_network()
-    setup = setup_of(network)
-    assert record(network, setup) is network
-    assert setup.notes == ["no CUDA graphs: they would leave 7.9 of 80.0 GB of the GPU's memory"]
 
 
 def test_the_members_of_an_ensemble_are_replayed_each_with_its_seed(graphs):
@@ -190,23 +180,18 @@ def test_the_members_of_an_ensemble_are_replayed_each_with_its_seed(graphs):
 
 
 def test_only_a_gpu_records_and_several_only_small_gradients():
+    """Also compiled networks, but for ensembles, whose members are compiled singly."""
     network, wide = make_network(), nn.Linear(MOST_EXCHANGED_BYTES // 4, 1, bias=False)
+    wider, ensemble = nn.Sequential(wide, nn.Linear(1, 1)), Ensemble([make_network(), make_network()])
     several = dataclasses.replace(ON_GPU, size=8)
-    assert records(setup_of(network, ON_GPU))
-    assert records(setup_of(network, several))
-    assert records(setup_of(wide, several))
-    assert records(setup_of(nn.Sequential(wide, nn.Linear(1, 1)), ON_GPU))
-    assert not records(setup_of(nn.Sequential(wide, nn.Linear(1, 1)), several))
+    for module, world in ((network, ON_GPU), (network, several), (wide, several), (wider, ON_GPU), (ensemble, ON_GPU)):
+        assert records(setup_of(module, world))
+    assert records(setup_of(network, ON_GPU, compile="auto"))
+    assert not records(setup_of(ensemble, ON_GPU, compile="auto"))
+    assert not records(setup_of(wider, several))
     assert not records(setup_of(network))
-    assert not records(dataclasses.replace(setup_of(network, ON_GPU), image_shape=None))
-    assert not records(dataclasses.replace(setup_of(network, ON_GPU), static_graph=False))
-
-
-def test_compiled_networks_are_recorded_but_for_ensembles_whose_members_are_singly():
-    network, ensemble = make_network(), Ensemble([make_network(), make_network()])
-    assert records(dataclasses.replace(setup_of(network, ON_GPU), compile="auto"))
-    assert records(setup_of(ensemble, ON_GPU))
-    assert not records(dataclasses.replace(setup_of(ensemble, ON_GPU), compile="auto"))
+    for changes in ({"image_shape": None}, {"static_graph": False}):
+        assert not records(dataclasses.replace(setup_of(network, ON_GPU), **changes))
 
 
 @pytest.mark.parametrize(
