@@ -15,13 +15,11 @@ import pytest
 from made_data import save_animation
 from PIL import Image
 
+from tests.kit import train
 from zerovision.commands import run_command
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.evaluate import evaluate
-from zerovision.delivery.model_card import write_model_card
-from zerovision.delivery.report.page import write_report
 from zerovision.planning.data_check import check_data, equal_images, lines_of
-from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.image_list import (
     ListedImage,
@@ -32,7 +30,6 @@ from zerovision.training.data.image_list import (
 )
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.run import run
 
 
 @pytest.fixture
@@ -41,9 +38,8 @@ def folder(tmp_path):
     for name, sizes in (("a", [(10, 20), (30, 5), (8, 8)]), ("[b]", [(50, 40), (9, 9)])):
         (tmp_path / name).mkdir()
         for number, (width, height) in enumerate(sizes):
-            Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(
-                tmp_path / name / f"{number}.png"
-            )
+            pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
     return tmp_path
 
 
@@ -69,18 +65,13 @@ def test_thin_images_are_named(folder):
     assert dict(report.image_notes) == expected
 
 
-def test_images_in_memory():
-    report = check_data(DataOptions())
-    assert (report.images, report.unreadable) == (1797, [])
-    assert report.sizes == [(32, 32)] * 2
-
-
 def test_doctor_reports_a_good_data_set(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor.py", "--check-data", "digits"])
     assert run_command("doctor") == 0
     printed, errors = capsys.readouterr()
     assert errors == ""
     assert "digits: 10 classes" in printed
+    assert "smallest image 32x32, largest 32x32 pixels" in printed
     assert "0 of 1797 images cannot be used" in printed
 
 
@@ -111,10 +102,9 @@ def make_images(root: Path, count: int, seed: int = 0) -> Path:
     return root
 
 
-def train(data: Path, logs: Path, **changes) -> int:
-    values = {"model_type": "basic_cnn", "image_size": 8, "batch_size": 4, "epochs": 1, "cache": "off"}
-    values |= {"data": str(data), "log_dir": str(logs), "run_name": "r", "progress": "off", "tensorboard": False}
-    return run(TrainConfig(**(values | changes)), deliver=leave_files)
+def train_on(data: Path, logs: Path, *, code: int = 0, **changes) -> Path:
+    settings = {"data": str(data), "image_size": 8, "batch_size": 4, "cache": "off", "report": True}
+    return train(logs, "r", None, leave_files, code=code, **settings | changes)
 
 
 @pytest.fixture
@@ -138,7 +128,7 @@ def test_the_doctor_counts_and_names_equal_images(copies, workers, capsys):
     found = equal_images(report.datasets, report.digests)
     assert {kind: equal.images for kind, equal in found.items()} == {"leaked": 3, "mislabelled": 1, "repeated": 1}
     pairs = {
-        kind: [tuple(str(Path(p).relative_to(copies)) for p in pair) for pair in equal.examples]
+        kind: [tuple(os.path.relpath(path, copies) for path in pair) for pair in equal.examples]
         for kind, equal in found.items()
     }
     assert ("val/a/copy.png", "train/a/0.png") in pairs["leaked"]
@@ -167,8 +157,8 @@ def test_every_digest_is_that_of_the_file_whatever_reads_it(tmp_path):
 
 
 def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
-    assert train(copies, tmp_path / "logs", resume="auto") == 0
-    folder, log = tmp_path / "logs/runs/r", capsys.readouterr().out
+    folder = train_on(copies, tmp_path / "logs", resume="auto")
+    log = capsys.readouterr().out
     assert "run r has no checkpoint: starting from the beginning" in log
     assert "training on train/; val/ is the validation part; test/ is evaluated once, after training" in log
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -184,7 +174,7 @@ def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
     assert "On the 13 images of the test part" in card
     assert card.count("split: test") == card.count("split: val") == 1
     assert "test top-1 accuracy" in page
-    assert train(copies, tmp_path / "logs", resume="auto") == 0
+    train_on(copies, tmp_path / "logs", resume="auto")
     again = capsys.readouterr().out.split("resuming from")[1]
     assert ": all epochs are trained\n" in again
     assert "of the test part" not in again  # it was judged already
@@ -192,8 +182,7 @@ def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
 
 def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
     (copies / "train/a/4.png").rename(copies / "train/a/new\r\nline, é.png")
-    assert train(copies, tmp_path / "logs") == 0
-    file = tmp_path / "logs/runs/r/images.csv.gz"
+    file = train_on(copies, tmp_path / "logs") / "images.csv.gz"
     pair = load_data(DataOptions(data=str(copies), image_size=8))
     listed = read_image_list(file)
     assert [(one.part, one.path, one.size) for one in listed] == [
@@ -207,9 +196,12 @@ def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
 
 
 def test_images_that_were_trained_on_are_scored_apart(tmp_path):
+    """A run without a test part tells none."""
     data = make_images(tmp_path / "d", 20)
-    assert train(data, tmp_path / "logs", epochs=2) == 0
-    folder = tmp_path / "logs/runs/r"
+    folder = train_on(data, tmp_path / "logs", epochs=2)
+    assert not (folder / "evaluation-test").exists()
+    assert "test part" not in (folder / "README.md").read_text()
+    assert "test top-1" not in (folder / "report.html").read_text()
     own = evaluate(folder)
     pair = load_data(DataOptions(data=str(data), image_size=8))
     assert own["samples"] == len(pair.val)
@@ -244,9 +236,9 @@ def test_a_folder_that_changed_says_how(tmp_path):
 
 def test_a_resume_with_other_data_names_the_difference_and_the_cure(tmp_path, capsys):
     data = make_images(tmp_path / "d", 8)
-    assert train(data, tmp_path / "logs") == 0
+    train_on(data, tmp_path / "logs")
     shutil.copyfile(data / "a/0.png", data / "a/more.png")
-    assert train(data, tmp_path / "logs", epochs=2, resume="auto") == 2
+    train_on(data, tmp_path / "logs", code=2, epochs=2, resume="auto")
     error = capsys.readouterr().err
     assert "another data set: 16 images then, 17 now; 1 new: a/more.png" in error
     assert "--weights" in error
@@ -263,14 +255,3 @@ def test_what_was_trained_on_is_known_by_content_or_else_by_path():
     found = TrainedImages(images).contain(np.array([5, 7, 8, 6]), paths)
     assert found.tolist() == [True, False, True, False]
     assert not TrainedImages(images[2:])
-
-
-def test_card_and_report_without_a_test_part(tmp_path):
-    data = make_images(tmp_path / "d", 8)
-    assert train(data, tmp_path / "logs") == 0
-    folder = tmp_path / "logs/runs/r"
-    assert not (folder / "evaluation-test").exists()
-    write_model_card(folder)
-    write_report([folder], folder / "report.html")
-    assert "test part" not in (folder / "README.md").read_text()
-    assert "test top-1" not in (folder / "report.html").read_text()
