@@ -9,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections import defaultdict
+from dataclasses import replace
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import torch
 from made_data import class_folders, save_animation, train_loader
 from PIL import Image
 
-from tests.kit import ALONE
+from tests.kit import ALONE, wait_until
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, bad_image_share, bad_images, load_data
@@ -54,12 +53,10 @@ def damage(root: Path, *names: str) -> list[str]:
     return [str(root / name) for name in names]
 
 
-def epoch_bytes(
-    pair, world, accumulation, workers, epoch=1, repeats=1
-) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
+def epoch_bytes(pair, world, accumulation, workers, epoch=1, repeats=1) -> dict[tuple[int, int], list[bytes]]:
     """Every micro-batch of an epoch by (step, place in the global batch): images, labels, weights, indices."""
     plan = BatchPlan(len(pair.train), 16 // (world * accumulation), accumulation, world, seed=0, repeats=repeats)
-    found = defaultdict(list)
+    found = {}
     for rank in range(world):
         loader = Loader(pair.train, plan, rank, workers=workers)
         for number, batch in enumerate(loader.epoch(epoch)):
@@ -237,14 +234,13 @@ def test_the_share_is_rounded_down_to_one_image_or_more(mode, total, most):
 
 def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
     monkeypatch.setattr(bad_images, "FILES_PER_MESSAGE", 2)
-    world = ALONE
     loader = Loader(load_data(DataOptions(bad_images="skip")).val, EvaluationPlan(360, 8, 1), 0)
     loader.bad_images = dict.fromkeys("edcba", "cut")
-    assert list(bad_images.bad_image_lines([loader], world)) == [
+    assert list(bad_images.bad_image_lines([loader], ALONE)) == [
         "5 unreadable images skipped: a (cut), b (cut), c (cut), d (cut), e (cut)"
     ]
     with pytest.raises(UserError, match="more than 1 of 360 images"):
-        bad_images.check_bad_images(loader, world)
+        bad_images.check_bad_images(loader, ALONE)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -258,24 +254,14 @@ def test_notes_on_images_are_kept_once(folder, workers):
     assert loader.notes == {str(path): "several frames or pages: the first is used"}
 
 
-def test_a_skipped_validation_image_is_listed(folder):
-    (path,) = damage(folder, "val/a/00.png")
-    loader = Loader(load_folder(folder, bad_images="skip").val, EvaluationPlan(60, 8, 1), 0)
-    assert sum(batch.weights.sum() for batch in loader) == 59
-    assert loader.bad_images == {path: "not an image of a known format"}
-
-
-def a_rank_of(ranks_on_machine, device):
-    return World(0, 0, ranks_on_machine, ranks_on_machine, torch.device(device))
-
-
 def test_automatic_workers(folder, monkeypatch):
     files, memory = load_folder(folder).train, load_data(DataOptions()).train
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert automatic_workers(memory, 1000, a_rank_of(1, "cuda")) == 0
-    assert automatic_workers(files, 1000, a_rank_of(1, "cpu")) == 0
+    gpu = torch.device("cuda")
+    assert automatic_workers(memory, 1000, replace(ALONE, device=gpu)) == 0
+    assert automatic_workers(files, 1000, ALONE) == 0
     for batches, ranks, expected in ((1000, 1, 63), (1000, 8, 7), (1000, 64, 1), (5, 1, 5)):
-        assert automatic_workers(files, batches, a_rank_of(ranks, "cuda")) == expected
+        assert automatic_workers(files, batches, World(0, 0, ranks, ranks, gpu)) == expected
 
 
 def contents(batches):
@@ -285,11 +271,10 @@ def contents(batches):
 def test_both_parts_are_read_by_the_same_workers(folder):
     """Each in its order, whatever they have read ahead of the other; with bad images, those of each part."""
     paths = damage(folder, "train/b/07.png", "val/a/00.png")
-    pair, world = load_folder(folder, bad_images="skip"), a_rank_of(1, "cpu")
-    plan = BatchPlan(60, 4, 1, 1, seed=3)
+    pair, plan = load_folder(folder, bad_images="skip"), BatchPlan(60, 4, 1, 1, seed=3)
     expected, found = [], []
     for workers, read in ((0, expected), (2, found)):
-        train, val = build_loaders(TrainConfig(batch_size=4, workers=str(workers)), pair, plan, world)
+        train, val = build_loaders(TrainConfig(batch_size=4, workers=str(workers)), pair, plan, ALONE)
         read += [contents(train.epoch(0)), contents(val)]
         abandoned = train.epoch(1)
         read += [contents([next(abandoned)]), contents(val), contents(train.epoch(1, first_step=9)), contents(val)]
@@ -302,7 +287,7 @@ def test_both_parts_are_read_by_the_same_workers(folder):
             loader.close()
     assert found == expected
     del abandoned
-    wait_for_their_end()
+    wait_until(lambda: not running_workers())
 
 
 TRAINER = """
@@ -366,25 +351,12 @@ def running_workers():
     return found
 
 
-def wait_for_their_end():
-    deadline = time.monotonic() + 10
-    while running_workers():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_workers_end_when_the_loader_is_closed(folder):
-    loader = train_loader(load_folder(folder), 30, workers=1)
-    list(loader.epoch(0))
-    assert len(running_workers()) == 1
-    loader.close()
-    wait_for_their_end()
-
-
-def test_a_closed_loader_has_given_its_semaphores_back(folder):
+def test_a_closed_loader_has_ended_its_workers_and_given_its_semaphores_back(folder):
     """A process may end at once: what is left then, Python's tracker of resources complains of."""
     for _ in range(3):
         loader = train_loader(load_folder(folder), 30, workers=2)
         list(loader.epoch(0))
+        assert len(running_workers()) == 2
         loader.close()
         assert not [one for one in gc.get_objects() if SemLock in type(one).__mro__]
+        wait_until(lambda: not running_workers())
