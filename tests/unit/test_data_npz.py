@@ -88,14 +88,29 @@ WRONG = {
     "narrow": (lambda a: a.update(x_test=a["x_test"][:, :3]), r"uint8 \[10, 3, 28, 1\]"),
     "two sizes": (lambda a: a.update(x_test=a["x_test"][:, :20]), "different shapes"),
     "labels of another length": (lambda a: a.update(y_train=a["y_train"][:5]), "expected 20 whole numbers"),
+    "floats of another range": (
+        lambda a: a.update(x_train=a["x_train"] / 170, x_test=a["x_test"] / 255),
+        r"x_train has floats from .* \(x - LOW\)",
+    ),
+    "not a number": (
+        lambda a: a.update(x_train=a["x_train"] / 255, x_test=a["x_test"] * np.nan),
+        "x_test has floats from nan to nan",
+    ),
+    "below 0": (
+        lambda a: a.update(x_train=a["x_train"] / 255, x_test=a["x_test"] / -255),
+        "x_test has floats from -",
+    ),
+    "int64": (lambda a: a.update(x_train=a["x_train"].astype(int)), "x_train has int64 numbers: use uint8, uint16"),
     "negative": (lambda a: a.update(y_train=a["y_train"].astype(int) - 2), "y_train: the label is -2; expected a name"),
     "no text": (lambda a: a.update(class_names=[b"\xff"] * 10), "class_names: the label .* is not encoded as UTF-8"),
     "empty": (lambda a: a.update(x_test=a["x_test"][:0], y_test=a["y_test"][:0]), "y_test is uint8"),
-    "too few names": (lambda a: a.update(class_names=["a", "b"]), "has 2 class names"),
-    "one name twice": (lambda a: a.update(class_names=[*"abcdefghia"]), "1 repeated class names, such as 'a'"),
     "a name alone": (lambda a: a.update(class_names=np.array("a")), "has 1 class names"),
     "cut off": ("cut off", "not a readable .npz file"),
     "one array": ("one array", "not a readable .npz file"),
+    "a policy of Pillow's": (
+        lambda a: a.update(x_train=a["x_train"] / 255, x_test=a["x_test"] / 255),
+        "randaugment needs 8-bit RGB images, but .* 3 .* of float32",
+    ),
     "objects": (lambda a: a.update(x_train=np.array([{}] * 20)), "not a readable .npz file"),
 }
 
@@ -117,5 +132,5 @@ def test_a_wrong_file_is_one_line(tmp_path, wrong):
         change(given)
         np.savez(file, **given)
     with pytest.raises(UserError, match=message) as caught:
-        load(file)
+        load(file, augmentation="randaugment" if "policy" in wrong else "auto")
     assert "\n" not in str(caught.value)
