@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from made_data import write_csv
 from PIL import Image
 from sklearn.model_selection import StratifiedGroupKFold
 
@@ -78,28 +78,24 @@ def test_equal_files_are_in_one_fold_whatever_they_are_called(tmp_path):
             rows.append({"path": f"{label}/{number}.bmp", "label": label, "group": "g" if number < 2 else ""})
     for copy, original in (("a/0.bmp", "a/9.bmp"), ("b/4.bmp", "a/9.bmp"), ("b/13.bmp", "b/20.bmp")):
         (tmp_path / copy).write_bytes((tmp_path / original).read_bytes())
-    with (table := tmp_path / "list.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, ["path", "label"], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    table = write_csv(tmp_path / "list.csv", [{"path": row["path"], "label": row["label"]} for row in rows])
+
+    def held_out_names(data: Path, count: int, fold: int) -> set[str]:
+        val = load_data(DataOptions(data=str(data), folds=count, fold=fold, image_size=8, cache="off")).val
+        return {Path(val.source.name(index)).relative_to(tmp_path).as_posix() for index in range(len(val))}
+
     for count in (2, 3, 5):
         held_out = {}
         for data in (tmp_path, table):
             for fold in range(1, count + 1):
-                val = load_data(DataOptions(data=str(data), folds=count, fold=fold, image_size=8, cache="off")).val
-                names = {Path(val.source.name(index)).relative_to(tmp_path).as_posix() for index in range(len(val))}
+                names = held_out_names(data, count, fold)
                 assert held_out.setdefault(fold, names) == names, "the folder and the table have the same folds"
                 for together in ({"a/0.bmp", "a/9.bmp", "b/4.bmp"}, {"b/13.bmp", "b/20.bmp"}):
                     assert len(names & together) in (0, len(together))
         sizes = Counter(name[0] for names in held_out.values() for name in names)
         assert sizes == {"a": 24, "b": 24}
         assert max(map(len, held_out.values())) - min(map(len, held_out.values())) <= 2
-    with table.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, ["path", "label", "group"])
-        writer.writeheader()
-        writer.writerows(rows)
-    val = load_data(DataOptions(data=str(table), folds=3, fold=1, image_size=8, cache="off")).val
-    names = {Path(val.source.name(index)).relative_to(tmp_path).as_posix() for index in range(len(val))}
+    names = held_out_names(write_csv(table, rows), 3, 1)
     together = {"a/0.bmp", "a/1.bmp", "b/0.bmp", "b/1.bmp", "a/9.bmp", "b/4.bmp"}
     assert len(names & together) in (0, 6)
 
