@@ -165,9 +165,8 @@ def test_the_rate_is_that_of_nccls_tests() -> None:
 
 def test_rows_of_several_hosts_are_joined() -> None:
     rows = [Row("GPUs", "ok", "8 x H100", "", host) for host in "ab"]
-    rows += [Row("GPUs", "wrong", "no GPU", "add one", host) for host in "cdefgh"] + [
-        Row("memory", "ok", "1 GB", "", "a")
-    ]
+    rows += [Row("GPUs", "wrong", "no GPU", "add one", host) for host in "cdefgh"]
+    rows.append(Row("memory", "ok", "1 GB", "", "a"))
     assert join_hosts(rows) == [
         Row("GPUs", "ok", "8 x H100", "", "a, b"),
         Row("GPUs", "wrong", "no GPU", "add one", "c, d, e, f and 2 more"),
@@ -190,15 +189,7 @@ def test_agents_of_this_machine_are_examined_as_hosts(tmp_path: Path) -> None:
     rows = examine(Request({"a": 1, "b": 1}, "local", TrainConfig(data="digits", log_dir=str(tmp_path)), has_data=True))
     assert [(row.check, row.host) for row in rows if row.verdict == "wrong"] == []
     found = {row.check: row.found for row in rows}
-    assert {
-        "hosts",
-        "versions",
-        "same data",
-        "shared logs",
-        "GPUs",
-        "log folder",
-        "data",
-        "all-reduce",
-    } <= found.keys()
+    expected = ["hosts", "versions", "same data", "shared logs", "GPUs", "log folder", "data", "all-reduce"]
+    assert {*expected} <= found.keys()
     assert found["all-reduce"].startswith("2 ranks, gloo over ")
     assert list(tmp_path.iterdir()) == []
