@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kit import new_model
+from tests.kit import new_model, train
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import EVALUATION, RunFolder
@@ -19,7 +19,7 @@ from zerovision.training.epoch import find_divergence
 from zerovision.training.messages import _result
 from zerovision.training.observe.best_weights import bring_along, epoch_of
 from zerovision.training.observe.evaluation import read_scores, write_scores
-from zerovision.training.run import _deliver, run
+from zerovision.training.run import _deliver
 
 PREPROCESSING = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
 
@@ -128,10 +128,10 @@ def test_the_last_lines_name_divergence(folders):
 def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):
     broken = lambda logits, batch: logits.float().sum(1) * math.nan  # noqa: E731
     monkeypatch.setattr("zerovision.training.tasks.labels.build_loss", lambda *_, **__: broken)
-    given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 1}
-    quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
-    assert run(TrainConfig(**given, **quiet, max_bad_steps=0)) == 0
-    lines = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
+    for count in ("FAKE_TRAIN_IMAGES", "FAKE_VAL_IMAGES"):
+        monkeypatch.setattr(f"zerovision.training.data.arrays.{count}", 16)
+    folder = train(tmp_path, data="fake", image_size=8, batch_size=8, max_bad_steps=0)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     epoch = next(line for line in lines if line["kind"] == "epoch")
     assert epoch["train_loss"] is epoch["train_top1"] is None  # as JSON has it
     assert math.isfinite(epoch["val_loss"])
