@@ -208,10 +208,7 @@ STRANGE_CONFIGS = {  # others are in tests/references/errors.txt
     ),
     "a number of many digits": ("epochs: " + "9" * 10_000, "9999': expected a whole number"),
     "the same in JSON": ('{"epochs": ' + "9" * 10_000 + "}", "9999': expected a whole number"),
-    "a number of many hexadecimal digits": (
-        "epochs: 0x" + "f" * 10_000,
-        "ffff': expected a whole number",
-    ),
+    "a number of many hexadecimal digits": ("epochs: 0x" + "f" * 10_000, "ffff': expected a whole number"),
     "a number of 4000 digits": ("epochs: " + "9" * 4_000, "9999: expected a whole number"),
     "sexagesimal": ("epochs: " + "1:" * 5_000 + "1", "epochs"),
     "an object": ("data: !!python/object/apply:os.system ['touch executed']", "line 1: "),

@@ -96,10 +96,7 @@ WRONG = {
         lambda a: a.update(x_train=a["x_train"] / 255, x_test=a["x_test"] * np.nan),
         "x_test has floats from nan to nan",
     ),
-    "below 0": (
-        lambda a: a.update(x_train=a["x_train"] / 255, x_test=a["x_test"] / -255),
-        "x_test has floats from -",
-    ),
+    "below 0": (lambda a: a.update(x_train=a["x_train"] / 255, x_test=a["x_test"] / -255), "x_test has floats from -"),
     "int64": (lambda a: a.update(x_train=a["x_train"].astype(int)), "x_train has int64 numbers: use uint8, uint16"),
     "negative": (lambda a: a.update(y_train=a["y_train"].astype(int) - 2), "y_train: the label is -2; expected a name"),
     "no text": (lambda a: a.update(class_names=[b"\xff"] * 10), "class_names: the label .* is not encoded as UTF-8"),
