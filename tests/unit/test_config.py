@@ -89,18 +89,6 @@ def test_the_rate_of_a_network_survives_the_command_that_is_printed():
             assert parse_args(words)[0].learning_rate == rate, words
 
 
-def test_a_run_that_goes_on_keeps_the_rate_that_it_began_with(tmp_path):
-    """Also one of before networks had their own."""
-    words = ["--log-dir", str(tmp_path), "--run-name", "older", "--resume", "auto"]
-    folder = run_folder(parse_args(words)[0])
-    (folder.checkpoints / LAST).mkdir(parents=True)
-    for saved, rate in ((0.001, 0.001), (0.02, 0.02), ("x", 0.003), (None, 0.003)):
-        write_json(folder.path / "config.json", {"learning_rate": saved})
-        assert parse_args(words)[0].learning_rate == rate
-        assert parse_args([*words, "--learning-rate", "0.5"])[0].learning_rate == 0.5
-        assert parse_args([*words[:-1], "never"])[0].learning_rate == 0.003
-
-
 PARTS = [(whole, part) for whole, parts in WORDS.items() for part in parts[1:]]
 WHOLES = {"features": "cached", "task": "multilabel", "model_type": "ensemble", "order": "shards"}  # before a part
 TEXTS = {"optimizer_options": "eps=1e-6,betas=0.9/0.95", "pipeline_split": "blocks.3,blocks.6", "label_separator": ";"}
@@ -174,16 +162,6 @@ NUMBERS = [name for name, annotation in field_types().items() if float in (annot
 def test_every_lower_bound_holds_and_nan_is_in_no_range(name, value):
     with pytest.raises(UserError, match=FLAG_OF[name]):
         check_config(TrainConfig(**{name: value}), FLAG_OF)
-
-
-@pytest.mark.parametrize(
-    ("words", "value"), [([], "auto"), (["--warmup-epochs", "auto"], "auto"), (["--warmup-epochs", "0.5"], 0.5)]
-)
-def test_a_field_may_be_a_number_or_auto(words, value, tmp_path):
-    config, _ = parse_args(words)
-    assert config.warmup_epochs == value
-    write_json(tmp_path / "config.json", dataclasses.asdict(config))
-    assert read_config_file(tmp_path / "config.json")["warmup_epochs"] == value
 
 
 @pytest.mark.parametrize(
@@ -400,6 +378,16 @@ def test_from_python_what_is_left_open_is_as_the_run_has_it(going_on, tmp_path):
     config = with_saved_settings(TrainConfig(**place, batch_size="auto"), is_restart=False)
     assert (config.threads_per_rank, config.islands, config.compile, config.batch_size) == (3, 2, "off", "auto")
     assert (config.seed, config.epochs, config.learning_rate) == (0, TrainConfig().epochs, TrainConfig().learning_rate)
+
+
+def test_a_run_that_goes_on_keeps_the_rate_that_it_began_with(going_on, tmp_path):
+    """Also one of before networks had their own."""
+    words = going_on()
+    for saved, rate in ((0.001, 0.001), (0.02, 0.02), ("x", 0.003), (None, 0.003)):
+        write_json(tmp_path / "runs/first/config.json", {"learning_rate": saved})
+        assert parse_args(words)[0].learning_rate == rate
+        assert parse_args([*words, "--learning-rate", "0.5"])[0].learning_rate == 0.5
+        assert parse_args([*words[:-1], "never"])[0].learning_rate == 0.003
 
 
 @pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])

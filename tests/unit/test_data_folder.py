@@ -58,54 +58,45 @@ def test_train_and_val_folders_are_read_as_torchvision_reads_them(tmp_path):
         np.testing.assert_array_equal(dataset.source.read(0).permute(1, 2, 0), np.asarray(oracle[0][0]))
 
 
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+BARS = [round(255 * value) for value in MEAN]
+
+
 @pytest.mark.parametrize(
-    ("changes", "size", "resized", "filter_mode"),
+    ("changes", "size", "geometry"),
     [
-        ({}, 224, 256, InterpolationMode.BILINEAR),
-        ({"eval_crop": 0.95, "interpolation": "bicubic"}, 224, 235, InterpolationMode.BICUBIC),
-        ({"image_size": 160, "eval_image_size": 192, "eval_crop": 1.0}, 192, 192, InterpolationMode.BILINEAR),
+        ({}, 224, [v2.Resize(256, antialias=True), v2.CenterCrop(224)]),
+        (
+            {"eval_crop": 0.95, "interpolation": "bicubic"},
+            224,
+            [v2.Resize(235, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(224)],
+        ),
+        (
+            {"image_size": 160, "eval_image_size": 192, "eval_crop": 1.0},
+            192,
+            [v2.Resize(192, antialias=True), v2.CenterCrop(192)],
+        ),
+        ({"image_size": 160, "fit": "pad"}, 160, [v2.Resize((120, 160), antialias=True), v2.Pad((0, 20), fill=BARS)]),
+        ({"image_size": 160, "fit": "squash"}, 160, [v2.Resize((160, 160), antialias=True)]),
     ],
 )
-def test_evaluation_image_is_resize_centre_crop_normalise(tmp_path, changes, size, resized, filter_mode):
-    make_images(tmp_path / "train", {"a": 1, "b": 1})
-    make_images(tmp_path / "val", {"a": 1, "b": 1}, size=(400, 300))
-    pair = load_data(DataOptions(data=str(tmp_path), **changes))
-    assert (pair.preprocessing.image_size, pair.preprocessing.resize_size) == (size, resized)
-    image, label = pair.val[0, 1]
-    oracle = v2.Compose(
-        [
-            v2.PILToTensor(),
-            v2.Resize(resized, filter_mode, antialias=True),
-            v2.CenterCrop(size),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-        ]
-    )
-    assert_same_but_rounding(image, oracle(Image.open(tmp_path / "val" / "b" / "000.png")), ELEMENTWISE)
-    assert label == 1
-    timms = create_transform(size, crop_pct=changes.get("eval_crop", 0.875), interpolation="bicubic")
-    assert timms.transforms[0].size == resized
-
-
-@pytest.mark.parametrize("fit", ["pad", "squash"])
-def test_a_whole_image_is_fitted(tmp_path, fit):
-    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+def test_an_evaluation_image_is_cropped_or_fitted_as_by_torchvision(tmp_path, changes, size, geometry):
     make_images(tmp_path / "train", {"a": 1, "b": 1}, size=(100, 300))
     make_images(tmp_path / "val", {"a": 1, "b": 1}, size=(400, 300))
-    pair = load_data(DataOptions(data=str(tmp_path), image_size=160, fit=fit))
-    bars = [round(255 * value) for value in mean]
-    geometry = {
-        "pad": [v2.Resize((120, 160), antialias=True), v2.Pad((0, 20), fill=bars)],
-        "squash": [v2.Resize((160, 160), antialias=True)],
-    }[fit]
-    normalized = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+    pair = load_data(DataOptions(data=str(tmp_path), **changes))
+    normalized = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     oracle = v2.Compose([v2.PILToTensor(), *geometry, *normalized])
-    image, _ = pair.val[0, 1]
+    image, label = pair.val[0, 1]
     assert_same_but_rounding(image, oracle(Image.open(tmp_path / "val" / "b" / "000.png")), ELEMENTWISE)
-    assert pair.augmentation == "shift_flip"  # training sees whole images too
-    if fit == "pad":
+    assert (pair.preprocessing.image_size, label) == (size, 1)
+    if "fit" in changes:
+        assert pair.augmentation == "shift_flip"  # training sees whole images too
+    else:
+        timms = create_transform(size, crop_pct=changes.get("eval_crop", 0.875), interpolation="bicubic")
+        assert [pair.preprocessing.resize_size] == geometry[0].size == [timms.transforms[0].size]
+    if changes.get("fit") == "pad":
         columns = pair.train.read(0, 0, [])[:, :, [0, 52, 107, 159]].float()
-        torch.testing.assert_close(columns, torch.tensor(bars)[:, None, None].float().expand_as(columns))
+        torch.testing.assert_close(columns, torch.tensor(BARS)[:, None, None].float().expand_as(columns))
 
 
 def test_names_of_any_case_nested_folders_and_hidden_files(tmp_path):
