@@ -74,31 +74,21 @@ def setup_of(module: nn.Module, world: World = ALONE, **changes: object) -> Engi
     return dataclasses.replace(setup, static_graph=True, **changes)
 
 
-def test_what_is_called_as_it_was_recorded_is_replayed(graphs):
-    network = make_network()
-    recorded, images = record(network, setup_of(network)), torch.rand(BATCH_SIZE, *SHAPE)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_called_as_it_was_recorded_is_replayed(precision, graphs):
+    """In the mode of the model within: the wrapper for autocast is never told."""
+    module, images = make_network(), torch.rand(BATCH_SIZE, *SHAPE)
+    recorded = record(under_autocast(module, precision, images.device), setup_of(module, precision=precision))
     (replays,) = graphs.made
     before = replays.calls
     recorded(images)
     assert replays.calls == before + 1
-    network.eval()
+    module.eval()
     recorded(images)
-    network.train()
+    module.train()
     recorded(images[:2])
     with torch.no_grad():
         recorded(images)
-    assert replays.calls == before + 1
-
-
-def test_the_mode_is_that_of_the_model_within(graphs):
-    """The wrapper for autocast is never told."""
-    module, images = make_network(), torch.rand(BATCH_SIZE, *SHAPE)
-    recorded = record(under_autocast(module, "bf16", images.device), setup_of(module, precision="bf16"))
-    (replays,) = graphs.made
-    before = replays.calls
-    recorded(images)
-    module.eval()
-    recorded(images)
     assert replays.calls == before + 1
 
 

@@ -6,9 +6,11 @@ import io
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -363,14 +365,19 @@ def test_exif_that_cannot_be_read_turns_nothing(tmp_path, suffix):
     assert of_files(make_decoder("cpu", 32))(str(path)).shape == RGB.shape
 
 
+def paths_of_two_classes(root, count: int = 2) -> Iterator[Path]:
+    """Make the folders of classes a and b; yield the paths of so many images of each."""
+    for name in ("a", "b"):
+        (root / name).mkdir()
+        yield from (root / name / f"{number}.png" for number in range(count))
+
+
 @pytest.mark.parametrize(("suffix", "format"), [("jfif", "JPEG"), ("jpe", "JPEG"), ("avif", "AVIF"), ("heic", "HEIF")])
 def test_files_of_other_names_are_read_or_named_with_a_cure(tmp_path, suffix, format):
     here = {"JPEG": True, "AVIF": features.check("avif"), "HEIF": find_spec("pillow_heif") is not None}[format]
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            Image.new("RGB", (16, 16)).save(tmp_path / name / f"{number}.png")
-        path = tmp_path / name / f"photo.{suffix}"
+    for place in paths_of_two_classes(tmp_path):
+        Image.new("RGB", (16, 16)).save(place)
+        path = place.with_name(f"photo.{suffix}")
         if here:
             pillow_formats()
             Image.fromarray(np.full((16, 16, 3), 99, np.uint8)).save(path, format)
@@ -410,11 +417,9 @@ def _of_12_bits(path, kind):
     [("png", np.uint16, 4095), ("tif", np.uint16, 4095), ("tif", np.int32, 4095), ("png", "colours", 15 << 8)],
 )
 def test_values_that_fill_little_of_their_range_are_noted_once(tmp_path, suffix, kind, largest):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(5):
-            _of_12_bits(tmp_path / name / f"{number}.{suffix}", kind)
-            Image.fromarray(RGB).save(tmp_path / name / f"colour{number}.jpg")
+    for path in paths_of_two_classes(tmp_path, count=5):
+        _of_12_bits(path.with_suffix(f".{suffix}"), kind)
+        Image.fromarray(RGB).save(path.with_suffix(".jpg"))
     options = DataOptions(data=str(tmp_path), image_size=16)
     (note,) = load_data(options).notes
     assert f"of more than 8 bits is {largest} of 65535" in note
@@ -430,10 +435,8 @@ def test_values_that_fill_little_of_their_range_are_noted_once(tmp_path, suffix,
 
 
 def test_a_photograph_of_108_megapixels_is_read_up_to_the_limit_of_one_flag(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            Image.fromarray(RGB).save(tmp_path / name / f"{number}.png")
+    for path in paths_of_two_classes(tmp_path):
+        Image.fromarray(RGB).save(path)
     Image.new("L", (12_000, 9_000), 90).save(tmp_path / "a" / "phone.jpg", quality=20)
 
     def shape_of_phone(**options):
