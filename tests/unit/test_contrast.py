@@ -25,7 +25,7 @@ from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sample_rows import SampleRows
-from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
+from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.engines.engine import StepInput, TimedEngine
 from zerovision.training.tasks.contrast.comparison import NEIGHBOURS, TEMPERATURE, GradientCache, contrast, log_votes
 
@@ -233,14 +233,6 @@ def test_rows_are_of_the_images_that_are_compared():
     assert torch.equal(rows.values, features[::2])
     assert torch.equal(rows.labels, labels[::2])
     assert rows.weights.tolist() == [1.0] * 21
-
-
-def test_an_epoch_has_two_views_of_half_of_the_images():
-    plan = BatchPlan(12, 2, 2, 1, seed=0, repeats=2)
-    keys = [*plan.epoch_keys(0, 0)]
-    images, counts = np.unique(np.concatenate([key.indices for key in keys]), return_counts=True)
-    draw_keys = np.concatenate([key.draw_keys for key in keys])
-    assert (len(images), set(counts), len(set(draw_keys))) == (6, {2}, 12)
 
 
 @pytest.fixture(scope="module")

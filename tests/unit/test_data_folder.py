@@ -329,14 +329,17 @@ def test_classes_of_other_sizes_are_noted_with_the_flag_that_answers(tmp_path):
         assert not any("balanced" in note for note in load(tmp_path, **answer).notes)
 
 
-def test_split_changes_with_neither_the_seed_nor_the_place(tmp_path):
-    make_images(tmp_path / "here", {"a": 40, "b": 40}, size=(1, 1))
-    shutil.copytree(tmp_path / "here", tmp_path / "there")
-    relative = [
-        [os.path.relpath(name, tmp_path / place) for name in files_of(load(tmp_path / place, seed=seed).val)]
-        for place, seed in (("here", 0), ("there", 0), ("here", 1))
-    ]
-    assert relative[0] == relative[1] == relative[2]
+def test_split_and_fingerprint_follow_the_files_and_neither_the_seed_nor_the_place(tmp_path):
+    here, there = make_images(tmp_path / "here", {"a": 40, "b": 40}, size=(1, 1)), tmp_path / "there"
+    shutil.copytree(here, there)
+    pairs = [(root, load(root, seed=seed)) for root, seed in ((here, 0), (there, 0), (here, 1))]
+    first, *others = [[os.path.relpath(name, root) for name in files_of(pair.val)] for root, pair in pairs]
+    assert others == [first, first]
+    fingerprints = {pair.fingerprint for _, pair in pairs}
+    assert [len(fingerprint) for fingerprint in fingerprints] == [64]
+    (there / "a" / "000.png").rename(there / "a" / "new.png")
+    make_images(here, {"a": 1}, size=(41, 31))
+    assert len({*fingerprints, load(there).fingerprint, load(here).fingerprint}) == 3
 
 
 @pytest.mark.parametrize("val_fraction", [1e-9, 1 - 1e-9])
@@ -346,18 +349,6 @@ def test_both_parts_of_a_class_have_an_image(tmp_path, val_fraction):
     assert (pair.train_counts[2], pair.val_counts[2]) == (1, 0)
     assert min(pair.train_counts[:2] + pair.val_counts[:2]) == 1
     assert pair.notes == ["no validation image for 'single'"]
-
-
-def test_fingerprint_follows_the_files_and_not_the_place(tmp_path):
-    make_images(tmp_path / "one", {"a": 3, "b": 3})
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    first = load(tmp_path / "one").fingerprint
-    assert len(first) == 64
-    assert load(tmp_path / "two").fingerprint == first
-    (tmp_path / "two" / "a" / "000.png").rename(tmp_path / "two" / "a" / "new.png")
-    second = load(tmp_path / "two").fingerprint
-    make_images(tmp_path / "one", {"a": 1}, size=(41, 31))
-    assert len({first, second, load(tmp_path / "one").fingerprint}) == 3
 
 
 def test_the_table_of_images_takes_less_than_100_bytes_an_image():
