@@ -90,7 +90,6 @@ def test_the_rate_of_a_network_survives_the_command_that_is_printed():
 
 
 PARTS = [(whole, part) for whole, parts in WORDS.items() for part in parts[1:]]
-WHOLES = {"features": "cached", "task": "multilabel", "model_type": "ensemble", "order": "shards"}  # before a part
 TEXTS = {"optimizer_options": "eps=1e-6,betas=0.9/0.95", "pipeline_split": "blocks.3,blocks.6", "label_separator": ";"}
 TEXTS |= {"ensemble_members": "vgg,mobilenet", "randaugment": "rand-m5", "crop_ratio": "1/2,2"}
 TEXTS |= {"eval_image_size": "8x9"}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit import ALONE
 from zerovision.models.ensemble import Ensemble
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, Recorded, record, records
@@ -23,7 +24,7 @@ from zerovision.training.setup import _is_static
 from zerovision.training.world.world import World
 
 BATCH_SIZE, SHAPE = 4, (3, 6, 6)
-ALONE, ON_GPU = World(0, 0, 1, 1, torch.device("cpu")), World(0, 0, 1, 1, torch.device("cuda", 0))
+ON_GPU = World(0, 0, 1, 1, torch.device("cuda", 0))
 
 
 class Replays(nn.Module):
