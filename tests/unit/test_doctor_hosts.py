@@ -151,7 +151,7 @@ def test_two_real_ranks_measure_their_network() -> None:
 def test_a_rank_that_nobody_meets_is_a_row() -> None:
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
-        answer = measured("b", ("a", 1), ("b", 1), port=taken.getsockname()[1], seconds=1.0)
+        answer = measured("b", ("a", 1), ("b", 1), port=taken.getsockname()[1], seconds=0.5)
     row = assess_all_reduce({"a": {}, "b": answer}, 2, "")
     assert (row.verdict, row.host) == ("wrong", "b")
     assert answer["problem"] in row.found
