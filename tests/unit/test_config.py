@@ -145,12 +145,9 @@ def test_a_word_replaces_the_whole_word_of_a_preset_or_a_file(tmp_path):
     assert parse_args(["--preset", "cifar10-94", "--optimizer", "muon"])[0].momentum == 0.9
 
 
-def test_the_guides_flags_keep_their_names():
-    words = ["--model-type", "vgg", "--strategy", "fsdp_stage3", "--epochs", "100", "--batch-size", "16"]
-    words += ["--gradient-accumulation-steps", "2", "--learning-rate", "0.001", "--local_rank=3"]
-    config, only_check = parse_args(words)
-    assert (config.model_type, config.strategy, config.gradient_accumulation_steps) == ("vgg", "fsdp_stage3", 2)
-    assert only_check is False
+def test_the_number_of_a_rank_that_launchers_add_is_passed_over():
+    config, only_check = parse_args(["--epochs", "100", "--local_rank=3"])
+    assert (config, only_check) == (TrainConfig(epochs=100, learning_rate=config.default_rate), False)
 
 
 LOW = {name: field.metadata["low"] - 1 for name, field in FIELDS.items() if field.metadata["low"] is not None}

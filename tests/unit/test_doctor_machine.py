@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,53 +43,28 @@ def facts(*of_gpus: dict[str, Any], **changes: Any) -> dict[str, Any]:
     }
 
 
-class PretendedNvml:
-    """Stands in for pynvml: a server's GPU, and a desktop's without ECC."""
+def nvml_error(code: int) -> None:
+    raise pynvml.NVMLError(code)
 
-    NVMLError = pynvml.NVMLError
-    NVMLError_LibraryNotFound = pynvml.NVMLError_LibraryNotFound
-    NVMLError_NotSupported = pynvml.NVMLError_NotSupported
 
-    def __init__(self, failure: int = 0) -> None:
-        self.failure = failure
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(pynvml, name)  # constants
-
-    def nvmlInit(self) -> None:
-        if self.failure:
-            raise pynvml.NVMLError(self.failure)
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "550.54.15"
-
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
-        return 12040
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
-        return number
-
-    def nvmlDeviceGetName(self, gpu: int) -> str:
-        return (H100, "NVIDIA GeForce RTX 3090")[gpu]
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: int, version: int) -> SimpleNamespace:
-        assert version == pynvml.nvmlMemory_v2  # the first one counts what the driver reserves as used
-        return SimpleNamespace(total=(81559, 24576)[gpu] * MIB, used=(4, 5211)[gpu] * MIB)
-
-    def nvmlDeviceGetTemperature(self, gpu: int, sensor: int) -> int:
-        return 34
-
-    def nvmlDeviceGetTotalEccErrors(self, gpu: int, kind: int, counter: int) -> int:
-        if gpu == 1:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return 3
+NVML = {  # of a server's GPU, and a desktop's without ECC
+    "nvmlInit": lambda: None,
+    "nvmlSystemGetDriverVersion": lambda: "550.54.15",
+    "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
+    "nvmlDeviceGetCount": lambda: 2,
+    "nvmlDeviceGetHandleByIndex": lambda number: number,
+    "nvmlDeviceGetName": lambda gpu: (H100, "NVIDIA GeForce RTX 3090")[gpu],
+    "nvmlDeviceGetMemoryInfo": lambda gpu, version: {  # the first version counts what the driver reserves as used
+        pynvml.nvmlMemory_v2: SimpleNamespace(total=(81559, 24576)[gpu] * MIB, used=(4, 5211)[gpu] * MIB)
+    }[version],
+    "nvmlDeviceGetTemperature": lambda gpu, sensor: 34,
+    "nvmlDeviceGetTotalEccErrors": lambda gpu, *_: nvml_error(pynvml.NVML_ERROR_NOT_SUPPORTED) if gpu else 3,
+}
 
 
 def test_what_nvml_says_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", PretendedNvml())
+    for name, function in NVML.items():
+        monkeypatch.setattr(pynvml, name, function)
     found = machine_facts.gpu_facts()
     assert (found["driver"], found["driver_cuda"], found["gpu_problem"]) == ("550.54.15", "12.4", "")
     server, desktop = found["gpus"]
@@ -105,7 +79,7 @@ def test_what_nvml_says_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_nvml_that_is_absent_or_fails_is_understood(
     failure: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", PretendedNvml(failure))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: nvml_error(failure))
     found = machine_facts.gpu_facts()
     assert said in found["gpu_problem"]
     assert (bool(found["gpu_problem"]), found["gpus"]) == (bool(said), [])
@@ -178,9 +152,8 @@ def test_limits(check: str, changes: dict[str, Any], all_ranks: int, verdict: st
     assert rows[check].verdict == verdict
     assert bool(rows[check].cure) == (verdict != "ok")
     others = {row.verdict for name, row in rows.items() if name not in (check, "packages")}
-    assert others == (
-        {"ok"} if changes.get("cores") != 1 else {"ok", "warning"}
-    )  # ranks share cores without a quota too
+    # Ranks share cores without a quota too.
+    assert others == ({"ok"} if changes.get("cores") != 1 else {"ok", "warning"})
 
 
 def test_packages_against_requirements() -> None:
