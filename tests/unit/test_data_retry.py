@@ -19,17 +19,16 @@ import torch
 from made_data import class_folders, train_loader
 from PIL import Image
 
+from tests.kit import train
 from zerovision.delivery.predict import _list_images
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.planning.data_check import DataReport, decode_part
 from zerovision.training.base.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
-from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, archives, find_dataset, load_data
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.reading import files as image_files
 from zerovision.training.data.reading.files import ImageError, read_file
 from zerovision.training.data.reading.model_input import ModelInput
-from zerovision.training.run import run
 
 HICCUPS = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EMFILE]
 
@@ -243,11 +242,8 @@ def test_what_an_entry_is_is_asked_again(tmp_path, monkeypatch, waits, read, lea
 @pytest.mark.parametrize(("at", "name"), [("open", "/train/a/1.png"), ("open", "/val/b/0.png"), ("list", "/train/a")])
 def test_a_run_ends_with_a_code_that_is_restarted(tmp_path, server, waits, capfd, at, name):
     server(name, at, errno.ESTALE, times=10**6)
-    config = TrainConfig(
-        data=str(folder(tmp_path / "data")), model_type="basic_cnn", image_size=32, batch_size=2, epochs=1,
-        bad_images="skip:0.5", log_dir=str(tmp_path / "logs"), tensorboard=False, cache="off", workers="0",
-    )  # fmt: skip
-    assert run(config) == FILE_SERVER_EXIT_CODE
+    data, given = folder(tmp_path / "data"), {"bad_images": "skip:0.5", "cache": "off", "workers": "0"}
+    train(tmp_path, code=FILE_SERVER_EXIT_CODE, data=str(data), image_size=32, batch_size=2, **given)
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if "Stale file handle" in line] == lines[-1:]
-    assert lines[-1].startswith(f"error: '{tmp_path / 'data'}{name}' cannot be read")
+    assert lines[-1].startswith(f"error: '{data}{name}' cannot be read")

@@ -7,13 +7,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from tests.kit import new_model, train
+from tests.kit import new_model, save_built, train
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import EVALUATION, RunFolder
-from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.epoch import find_divergence
 from zerovision.training.messages import _result
@@ -47,9 +45,8 @@ def folders(tmp_path):
     old, new = RunFolder(tmp_path, "old"), RunFolder(tmp_path, "new")
     for folder in (old, new):
         folder.checkpoints.mkdir(parents=True)
-    description = new_model("basic_cnn", num_classes=2, image_size=32).description
-    facts = {"class_names": ["a", "b"], "preprocessing": PREPROCESSING, "extra": {"epoch": 2}}
-    save_weights(old.weights, {"w": torch.ones(3)}, description=description, **facts)
+    built = new_model("basic_cnn", num_classes=2, image_size=32)
+    save_built(old.weights, built, class_names=["a", "b"], preprocessing=PREPROCESSING, extra={"epoch": 2})
     write_scores(old.path / EVALUATION, {"epoch": 2, "top1": 0.5})
     return old, new
 
