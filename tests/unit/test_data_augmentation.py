@@ -49,16 +49,15 @@ def as_pixels(finished: torch.Tensor) -> np.ndarray:
     return ((finished * 0.2 + 0.4) * 255).round().byte().numpy()
 
 
+BILINEAR = {"interpolation": InterpolationMode.BILINEAR}
 POLICIES = {
     "randaugment": lambda: rand_augment_transform(
         "rand-m7-mstd0.5-inc1", {"translate_const": 14, "img_mean": (102,) * 3}
     ),
-    "trivialaugment": lambda: v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR),
-    "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET, interpolation=InterpolationMode.BILINEAR),
-    "autoaugment_cifar10": lambda: v2.AutoAugment(
-        v2.AutoAugmentPolicy.CIFAR10, interpolation=InterpolationMode.BILINEAR
-    ),
-    "autoaugment_svhn": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN, interpolation=InterpolationMode.BILINEAR),
+    "trivialaugment": lambda: v2.TrivialAugmentWide(**BILINEAR),
+    "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET, **BILINEAR),
+    "autoaugment_cifar10": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10, **BILINEAR),
+    "autoaugment_svhn": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN, **BILINEAR),
 }
 
 
