@@ -130,6 +130,11 @@ def test_a_server_that_stays_silent_is_one_line_from_every_process(tmp_path, wor
 READERS = {
     "predict": ("x.npy", "open", ModelInput(Preprocessing(4, None, (0.5,), (0.5,), values="float32")).read),
     "arrays": ("x.npz", "load", lambda path: load_data(DataOptions(data=f"npz:{path}"))),
+    "a folder of classes": (
+        "/train/a",
+        "list",
+        lambda path: load_data(DataOptions(data=str(Path(path).parents[1]))).fingerprint,
+    ),
     "predict's folder": ("/train/a", "list", lambda path: list(_list_images([path], [".png"]))),
     "predict's word": ("/train/a", "stat", lambda path: list(_list_images([path], [".png"]))),
 }
@@ -177,14 +182,6 @@ def test_what_is_wrong_with_the_file_is_said_at_once(tmp_path, server, waits, co
     with pytest.raises(ImageError, match=os.strerror(code)):
         read_file(tmp_path / "image.png")
     assert waits == []
-
-
-def test_a_folder_is_listed_again(tmp_path, server, waits):
-    root = folder(tmp_path)
-    expected = load_data(DataOptions(data=str(root))).fingerprint
-    server("/train/a", "list", errno.ESTALE, times=2)
-    assert load_data(DataOptions(data=str(root))).fingerprint == expected
-    assert waits == [1, 2]
 
 
 class UnknownEntry:
