@@ -178,8 +178,9 @@ def test_a_bad_image_is_one_line_in_the_main_process(folder, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_skipped_image_weighs_nothing_and_is_listed_once(folder, workers):
-    (path,) = damage(folder, "train/b/07.png")
+def test_a_skipped_image_weighs_nothing_and_is_listed_once_and_so_are_notes(folder, workers):
+    (path,), noted = damage(folder, "train/b/07.png"), folder / "train" / "a" / "00.png"
+    save_animation(noted, (30, 20))
     pair = load_folder(folder, bad_images="skip", augmentation="none")
     loader = train_loader(pair, 6, workers=workers)
     bad_index, following = IMAGES_PER_CLASS + 7, pair.train[0, IMAGES_PER_CLASS + 8][0]
@@ -195,6 +196,7 @@ def test_a_skipped_image_weighs_nothing_and_is_listed_once(folder, workers):
         expected[bad_index] = 0
         assert torch.equal(weights, expected)
     assert loader.bad_images == listed
+    assert loader.notes == {str(noted): "several frames or pages: the first is used"}
     loader.close()
 
 
@@ -241,17 +243,6 @@ def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
     ]
     with pytest.raises(UserError, match="more than 1 of 360 images"):
         bad_images.check_bad_images(loader, ALONE)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_notes_on_images_are_kept_once(folder, workers):
-    path = folder / "train" / "a" / "00.png"
-    save_animation(path, (30, 20))
-    loader = train_loader(load_folder(folder), 6, workers=workers)
-    for epoch in range(2):
-        list(loader.epoch(epoch))
-    loader.close()
-    assert loader.notes == {str(path): "several frames or pages: the first is used"}
 
 
 def test_automatic_workers(folder, monkeypatch):
