@@ -15,11 +15,11 @@ import pytest
 from made_data import save_animation
 from PIL import Image
 
-from tests.kit import train
 from zerovision.commands import run_command
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.evaluate import evaluate
 from zerovision.planning.data_check import check_data, equal_images, lines_of
+from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.image_list import (
     ListedImage,
@@ -30,6 +30,7 @@ from zerovision.training.data.image_list import (
 )
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.run import run
 
 
 @pytest.fixture
@@ -102,9 +103,10 @@ def make_images(root: Path, count: int, seed: int = 0) -> Path:
     return root
 
 
-def train_on(data: Path, logs: Path, *, code: int = 0, **changes) -> Path:
-    settings = {"data": str(data), "image_size": 8, "batch_size": 4, "cache": "off", "report": True}
-    return train(logs, "r", None, leave_files, code=code, **settings | changes)
+def train(data: Path, logs: Path, **changes) -> int:
+    values = {"model_type": "basic_cnn", "image_size": 8, "batch_size": 4, "epochs": 1, "cache": "off"}
+    values |= {"data": str(data), "log_dir": str(logs), "run_name": "r", "progress": "off", "tensorboard": False}
+    return run(TrainConfig(**(values | changes)), deliver=leave_files)
 
 
 @pytest.fixture
@@ -157,8 +159,8 @@ def test_every_digest_is_that_of_the_file_whatever_reads_it(tmp_path):
 
 
 def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
-    folder = train_on(copies, tmp_path / "logs", resume="auto")
-    log = capsys.readouterr().out
+    assert train(copies, tmp_path / "logs", resume="auto") == 0
+    folder, log = tmp_path / "logs/runs/r", capsys.readouterr().out
     assert "run r has no checkpoint: starting from the beginning" in log
     assert "training on train/; val/ is the validation part; test/ is evaluated once, after training" in log
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -174,7 +176,7 @@ def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
     assert "On the 13 images of the test part" in card
     assert card.count("split: test") == card.count("split: val") == 1
     assert "test top-1 accuracy" in page
-    train_on(copies, tmp_path / "logs", resume="auto")
+    assert train(copies, tmp_path / "logs", resume="auto") == 0
     again = capsys.readouterr().out.split("resuming from")[1]
     assert ": all epochs are trained\n" in again
     assert "of the test part" not in again  # it was judged already
@@ -182,7 +184,8 @@ def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
 
 def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
     (copies / "train/a/4.png").rename(copies / "train/a/new\r\nline, é.png")
-    file = train_on(copies, tmp_path / "logs") / "images.csv.gz"
+    assert train(copies, tmp_path / "logs") == 0
+    file = tmp_path / "logs/runs/r/images.csv.gz"
     pair = load_data(DataOptions(data=str(copies), image_size=8))
     listed = read_image_list(file)
     assert [(one.part, one.path, one.size) for one in listed] == [
@@ -198,7 +201,8 @@ def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
 def test_images_that_were_trained_on_are_scored_apart(tmp_path):
     """A run without a test part tells none."""
     data = make_images(tmp_path / "d", 20)
-    folder = train_on(data, tmp_path / "logs", epochs=2)
+    assert train(data, tmp_path / "logs", epochs=2) == 0
+    folder = tmp_path / "logs/runs/r"
     assert not (folder / "evaluation-test").exists()
     assert "test part" not in (folder / "README.md").read_text()
     assert "test top-1" not in (folder / "report.html").read_text()
@@ -236,9 +240,9 @@ def test_a_folder_that_changed_says_how(tmp_path):
 
 def test_a_resume_with_other_data_names_the_difference_and_the_cure(tmp_path, capsys):
     data = make_images(tmp_path / "d", 8)
-    train_on(data, tmp_path / "logs")
+    assert train(data, tmp_path / "logs") == 0
     shutil.copyfile(data / "a/0.png", data / "a/more.png")
-    train_on(data, tmp_path / "logs", code=2, epochs=2, resume="auto")
+    assert train(data, tmp_path / "logs", epochs=2, resume="auto") == 2
     error = capsys.readouterr().err
     assert "another data set: 16 images then, 17 now; 1 new: a/more.png" in error
     assert "--weights" in error
