@@ -218,9 +218,9 @@ def _create_pretrained(part: Description, make: Callable[..., nn.Module], notes:
         module = make(part, pretrained=True)
     except UserError as error:
         twins = [n for n, s in MODELS.items() if s.timm_name == timm_name and not s.always_pretrained]
-        from_nothing = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "--pretrained false"
+        random = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "--pretrained false"
         raise UserError(
-            f"{error}. Type --pretrained false --weights FILE, or {from_nothing} to start from nothing."
+            f"{error}. Type --pretrained false --weights FILE, or {random} to start from random weights."
         ) from error
     notes.append(f"{name}: pretrained weights of timm's {timm_name} loaded")
     published = getattr(module, "default_cfg", {})

@@ -198,7 +198,7 @@ def _options(part: Description) -> dict[str, Any]:
 def reason_of(error: Exception) -> str:
     """Return why the hub's client failed, without a period."""
     if isinstance(error, LocalEntryNotFoundError):
-        return f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and its local cache has none"
+        return f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and the local cache has none"
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 

@@ -42,7 +42,7 @@ def test_a_step_of_two_ranks_leaves_its_bytes_in_one_process(run, tmp_path):
     before, step, output = content(run), 5, tmp_path / "out"
     result = command_here("replay", str(run), "--step", str(step), "--output", str(output))
     assert (result.returncode, result.stderr.strip()) in ((0, ""), (0, "no GPU found: training on CPU"))
-    assert f"step {step}: the bytes of the run\n" in result.stdout
+    assert f"step {step}: the same bytes as in the run\n" in result.stdout
     assert content(run) == before
     seen = json.loads((output / "step.json").read_text())
     (logged,) = (line for line in read_metrics(run, "step") if line["step"] == step)
@@ -100,7 +100,7 @@ def test_a_step_without_a_checkpoint_is_trained_from_the_seed(run, tmp_path):
     result = command_here("replay", str(bare), "--step", str(STEPS_PER_EPOCH + 2))
     assert result.returncode == 0, result.stderr
     assert f"step {STEPS_PER_EPOCH + 2}, from the seed: loss " in result.stdout
-    assert f"step {STEPS_PER_EPOCH + 2}: the bytes of the run\n" in result.stdout
+    assert f"step {STEPS_PER_EPOCH + 2}: the same bytes as in the run\n" in result.stdout
     lines = (bare / "metrics.jsonl").read_text().splitlines()
     (bare / "metrics.jsonl").write_text("\n".join(line for line in lines if '"hashes"' not in line) + "\n")
     result = command_here("replay", str(bare), "--step", "1")
@@ -146,4 +146,4 @@ def test_whatever_a_step_consists_of(variant, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     result = command_here("replay", str(tmp_path / "runs" / "one"), "--step", str(STEPS_PER_EPOCH + 4))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"step {STEPS_PER_EPOCH + 4}: the bytes of the run\n" in result.stdout
+    assert f"step {STEPS_PER_EPOCH + 4}: the same bytes as in the run\n" in result.stdout

@@ -286,8 +286,15 @@ def test_another_global_batch_than_the_checkpoints_is_refused():
         (None, 0, 4, []),  # of a version without the flag
         (0, 0, 4, []),
         (4, 0, 4, []),
-        (1, 0, 1, ["1 thread x 1 rank on 4 cores: 3 idle, for the same bytes"]),
-        (8, 0, 8, ["8 threads x 1 rank on 4 cores: slower (OMP_WAIT_POLICY=passive helps), for the same bytes"]),
+        (1, 0, 1, ["1 thread x 1 rank on 4 cores: 3 idle; --threads-per-rank changes this and the last bits"]),
+        (
+            8,
+            0,
+            8,
+            [
+                "8 threads x 1 rank on 4 cores: slower (OMP_WAIT_POLICY=passive helps); --threads-per-rank changes this and the last bits"
+            ],
+        ),
         (1, 4, 4, ["--threads-per-rank 4 instead of 1: the bytes will differ from those of the run so far"]),
     ],
 )

@@ -474,7 +474,7 @@ def test_a_large_jpeg_on_standard_input_is_shrunk_as_its_file_is(call, run, tmp_
 def test_a_table_for_people(call, run, pictures):
     code, out, _ = call("predict", run, pictures / "class 1")
     assert code == 0
-    assert out.split("\n")[0].split() == ["image", "label", "probability", "then"]
+    assert out.split("\n")[0].split() == ["image", "label", "probability", "next", "labels"]
     assert sum("%" in line for line in out.splitlines()) == IMAGES // 3
 
 
@@ -552,7 +552,7 @@ def test_a_script_whose_output_nobody_reads_does_its_work(run, tmp_path):
         ("{", "is damaged: Expecting property name enclosed in double quotes: line 1 column 2 (char 1). Restore it"),
         ("[]", "is damaged: it is not a JSON object. Restore it, or remove it."),
         ('{"epochs": "ten"}', ": epochs 'ten': expected a whole number from 1"),
-        ('{"epoch": 1}', ": unknown key 'epoch'. Use --epochs."),
+        ('{"epoch": 1}', ": unknown key 'epoch'. Use epochs."),
     ],
 )
 def test_a_damaged_configuration_of_a_run_is_named(call, run, tmp_path, script, content, message):
@@ -691,7 +691,7 @@ def test_the_ending_of_the_output_decides_its_form_and_a_table_in_a_file_is_whol
     assert json.loads(written[".json"])["image"] == json.loads(written[".JSONL"])["image"] == name
     header, row = written[".txt"].splitlines()
     assert (header.split(), row.split()) == (
-        ["image", "label", "probability", "then"],
+        ["image", "label", "probability", "next", "labels"],
         [name, "first", "75.0%", labels[1], "25.0%"],
     )
 

@@ -80,7 +80,7 @@ def test_a_revision_and_other_weights_may_be_given(repository):
         (FACTS | {"architecture": 7}, "names no timm network"),
         (FACTS | {"model_args": {"global_pool": "max"}}, "takes model_args"),
         (FACTS | {"architecture": "nonsense"}, "names no timm network"),
-        (None, "its config.json could not be read: https://huggingface.co cannot be reached, and its local cache"),
+        (None, "its config.json could not be read: https://huggingface.co cannot be reached, and the local cache"),
     ],
 )
 def test_what_is_not_of_timms_form_is_one_line(repository, facts, line):

@@ -68,7 +68,7 @@ def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
     earlier, notes = before_decay(CONFIG, found, ALONE)
     kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_score)
     assert kept == ((5, 0.7) if epoch == 5 else (0, -1.0))
-    told = "; the weights of epoch 5, the best until then, are lost: those of the best later epoch are kept"
+    told = "; model.safetensors will contain the best epoch from then on: epoch 5's weights are gone"
     assert notes == [BACK if epoch == 5 else BACK + told]
 
 

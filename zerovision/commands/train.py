@@ -87,7 +87,7 @@ def run(settings: TrainSettings) -> int:
     code = chosen.train(
         lambda stage: launch(["launch_distributed.sh", *launch_words(stage, ranks), *settings.launcher_flags])
     )
-    if not code:
+    if not code and chosen.folder.path.is_dir():  # not after DRY_RUN=1
         print("\n".join(outcome(chosen.folder, has_numbers=chosen.config.decode == "numbers")), flush=True)
     return code
 

@@ -385,7 +385,7 @@ def _csv_header(top_k: int) -> list[str]:
 
 
 def _write_table(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:
-    table = Table("image", "label", "probability", *["then"] * (top_k > 1), box=None, header_style="bold")
+    table = Table("image", "label", "probability", *["next labels"] * (top_k > 1), box=None, header_style="bold")
     table.columns[2].justify = "right"
     for one in predictions:
         shown = [f"{printable(label)} {share:.1%}" for label, share in zip(one.labels, one.probabilities, strict=True)]

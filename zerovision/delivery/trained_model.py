@@ -75,10 +75,11 @@ def find_run(given: str | Path) -> Path:
         return found.resolve()
     if folders:
         raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Use one such as logs/runs/NAME.")
-    names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
+    newest = sorted(filter(_is_run, runs.iterdir()), key=os.path.getmtime, reverse=True) if runs.is_dir() else []
+    names = [folder.name for folder in newest]
     raise UserError(
         f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(str(given), names)} "
-        f"{'Runs: ' + ', '.join(names[-8:]) + '.' if names else 'There are no runs yet.'}"
+        f"{'Newest runs: ' + ', '.join(names[:8]) + '.' if names else 'There are no runs yet.'}"
     )
 
 

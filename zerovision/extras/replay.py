@@ -188,7 +188,7 @@ def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) 
     found, layers, (samples, pictures) = watched.context.start.found, _layers(watched), _samples(watched)
     counted = [one for one in samples if one["weight"]]
     loss = sum(one["weight"] * one["loss"] for one in counted) / max(sum(one["weight"] for one in counted), 1)
-    start, verdict = found.path.name if found else "the seed", "the bytes of the run"
+    start, verdict = found.path.name if found else "the seed", "the same bytes as in the run"
     if differing is None:
         verdict = "the run has no hashes of this step (--log-hashes) to compare with"
     elif differing:

@@ -152,7 +152,7 @@ class ClusterRun:
         for node in self._taking_part:
             node.send("signal", number=self._sent)
         name = signal.Signals(self._sent).name
-        print(f"{name}: all ranks save and stop; Ctrl-C now ends them without saving", file=sys.stderr, flush=True)
+        print(f"{name}: all ranks save and stop; press Ctrl-C to stop without saving", file=sys.stderr, flush=True)
         time.sleep(REPEAT_SECONDS)
         self._received.clear()
 

@@ -349,7 +349,7 @@ def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
 def print_rows(rows: Sequence[Row], seconds: float) -> None:
     """Print one line per row, then the number of rows with each verdict."""
     has_hosts = any(row.host for row in rows)
-    table = Table("check", "", *(["host"] if has_hosts else []), "found", "cure", box=None, pad_edge=False)
+    table = Table("check", "", *(["host"] if has_hosts else []), "found", "fix", box=None, pad_edge=False)
     for row in rows:
         cells = [*([row.host] if has_hosts else []), row.found, row.cure]
         table.add_row(

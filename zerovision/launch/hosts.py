@@ -98,7 +98,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         lines = read_small_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"hostfile {str(path)!r}: {reason}. See hostfile_example.txt for an example.") from None
+        raise UserError(f"hostfile {str(path)!r}: {reason}. Use --hosts or lines like 'node01 slots=8'.") from None
     found: dict[str, tuple[int, int]] = {}
     for number, raw in enumerate(lines, start=1):
         line = raw.partition("#")[0].strip()

@@ -64,10 +64,7 @@ def before_decay(
     has_best = world.is_main and epoch_of(earlier.path.parent.parent / WEIGHTS) == progress.best_epoch
     if broadcast_object(has_best, world) or progress.best_epoch == 0:
         return earlier, [note]
-    note += (
-        f"; the weights of epoch {progress.best_epoch}, the best until then, are lost: those of the best later epoch "
-        "are kept"
-    )
+    note += f"; {WEIGHTS} will contain the best epoch from then on: epoch {progress.best_epoch}'s weights are gone"
     progress = dataclasses.replace(progress, best_epoch=0, best_score=Progress.best_score)
     return dataclasses.replace(earlier, manifest=dataclasses.replace(earlier.manifest, progress=progress)), [note]
 
@@ -226,7 +223,7 @@ def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[st
         return config, []
     cost = "slower (OMP_WAIT_POLICY=passive helps)" if used > cores else f"{cores - used} idle"
     each, ranks = plural(threads, "thread"), plural(world.local_size, "rank")
-    return config, [f"{each} x {ranks} on {cores} cores: {cost}, for the same bytes"]
+    return config, [f"{each} x {ranks} on {cores} cores: {cost}; --threads-per-rank changes this and the last bits"]
 
 
 def note_other_bytes(config: TrainConfig, found: FoundCheckpoint | None) -> list[str]:

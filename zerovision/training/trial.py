@@ -185,9 +185,11 @@ def limit_epochs(run: Run) -> Run:
     left = 60 * config.minutes - spent - END_SECONDS
     epochs = max(1, min(config.epochs, 1 + int((left - first) / others)))
     fit = f"shortened to {epochs} of {plural(config.epochs, 'epoch')}" if epochs < config.epochs else "all epochs fit"
-    note = f"--minutes {config.minutes:g}: {fit}, {format_duration(others)} each"
+    note = (
+        f"--minutes {config.minutes:g}: {fit}, {format_duration(others)} each, {format_duration(first)} for the first"
+    )
     if first > left:
-        note += f", the first {format_duration(first)}: there is no time for less than one"
+        note += ", more than the time that is left"
     warmup = config.warmup_epochs if config.warmup_epochs == "auto" else min(config.warmup_epochs, epochs / 10)
     return run.changed(epochs=epochs, minutes=0.0, warmup_epochs=warmup).noting(note)
 

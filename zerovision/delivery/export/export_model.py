@@ -33,7 +33,7 @@ from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import printable
 from zerovision.training.base.files import sha256_of, write_json
 from zerovision.training.base.run_folder import EXPORT, slug
-from zerovision.training.base.units import percent
+from zerovision.training.base.units import percent, plural
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.observe.new_run import remove_leftovers_of_run
 
@@ -129,7 +129,7 @@ def _show(exported: Exported, settings: ExportSettings) -> None:
     print(f"compared with PyTorch on {found.images} images ({printable(exported.images)}), in batches of {sizes}")
     print(f"  largest difference of a logit  {found.difference:.3g}  (largest logit {found.scale:.3g})")
     print(f"  root mean square difference    {found.rms_share:.2%} of the logits")
-    print(f"  between batch sizes            {found.batch_difference:.3g}")
+    print(f"  difference between batch sizes {found.batch_difference:.3g}")
     print(f"  equal top-1                    {percent(found.equal_top1)}")
     print(f"  top-1                          {percent(found.model_top1)} -> {percent(found.file_top1)}")
     if exported.sizes:
@@ -150,9 +150,9 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
         column.justify = "right"
     Console(highlight=False).print(table)
     unsure = found.points_lost_interval[1] > settings.max_accuracy_loss
-    doubt = f": too few images to rule out more than {settings.max_accuracy_loss:g}" if unsure else ""
+    doubt = f"; with so few images, a loss of more than {settings.max_accuracy_loss:g} is possible" if unsure else ""
     print(f"  {found.describe_loss(settings.precision)}{doubt}")
-    print(f"  medians of onnxruntime with {settings.threads} thread(s) on this machine")
+    print(f"  medians of onnxruntime with {plural(settings.threads, 'thread')} on this machine")
 
 
 def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:

@@ -69,7 +69,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in keys:
             flags = [FLAG_OF[name] for name in WORDS]
-            hint = ours(str(key), flags) or nearest(plain(str(key)), [flag[2:] for flag in flags])
+            hint = (ours(str(key), flags) or nearest(plain(str(key)), [flag[2:] for flag in flags])).replace(" --", " ")
             raise UserError(f"{where}: unknown key '{one_line(key, 60)}'.{hint} `--help all` lists all flags.")
         if name in given:
             raise UserError(f"{where}: key '{key}' occurs more than once.")
