@@ -153,7 +153,8 @@ def test_the_last_of_the_best_numbers_are_those_of_the_best_epoch(fake, tmp_path
     logger = TrackerLogger("wandb", run_folder(tmp_path), {}, 0)
     scores = (0.5, math.nan, 0.8, 0.6)
     for number, (score, is_best) in enumerate(zip(scores, (True, False, True, False), strict=True), 1):
-        logger.epoch(dataclasses.replace(EPOCH, epoch=number, score=score, is_best=is_best))
+        summary = EPOCH.summary._replace(score=score)
+        logger.epoch(dataclasses.replace(EPOCH, epoch=number, summary=summary, is_best=is_best))
     logger.close()
     last = {name: value for call in fake() if call[0] == "log" for name, value in call[2].items()}
     assert (last["best_epoch"], last["best_score"], last["epoch/score"]) == (3, 0.8, 0.6)
