@@ -7,14 +7,12 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from made_runs import RESTARTED, event, make_run, step
 
+from tests.training.commands import command_here
 from zerovision.delivery import pages
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.pages import TEMPLATE
@@ -25,7 +23,6 @@ from zerovision.training.auto_learning_rate import describe_search
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import LEARNING_RATE, RunFolder
 
-ROOT = Path(__file__).resolve().parents[2]
 LARGEST_PAGE_BYTES = 2_000_000
 HOSTILE = [
     "<script>document.title='taken'</script>",
@@ -143,11 +140,17 @@ def test_a_damaged_line_is_named(tmp_path, line):
     assert not (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"classes": 3}', "{}"])
-def test_damaged_scores_are_named(tmp_path, content):
+DAMAGED = {
+    "evaluation/scores.json": ["{", "[]", '{"classes": 3}', "{}"],
+    LEARNING_RATE: ["[]", "{}", '{"tried": [[1]], "suggested": 1}', '{"tried": [], "suggested": null}'],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, content) for name in DAMAGED for content in DAMAGED[name]])
+def test_a_damaged_file_is_named(tmp_path, name, content):
     run = make_run(tmp_path / "run")
-    (run / "evaluation" / "scores.json").write_text(content)
-    with pytest.raises(UserError, match=r"scores.json' is damaged"):
+    (run / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name}' is damaged"):
         write_report([run], tmp_path / "page.html")
 
 
@@ -184,17 +187,13 @@ def test_any_change_of_a_file_gives_a_page_or_one_line(tmp_path, seed):
     assert not any("\n" in message for message in messages)
 
 
-def report(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "report.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=60)
-
-
-def test_the_script_writes_where_it_says(tmp_path):
+def test_the_command_writes_where_it_says(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run")
-    result = report(str(run))
+    result = command_here("report", str(run))
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"report       {run}/report.html\n"
-    result = report(str(run), str(make_run(tmp_path / "other")), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = command_here("report", str(run), str(make_run(tmp_path / "other")))
     differ = "run and other are not compared: scripts/evaluate.py run writes which images it classifies correctly.\n"
     assert (result.returncode, result.stdout) == (0, f"{differ}report       report.html\n")
     assert "2 runs compared" in (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -283,16 +282,6 @@ def test_a_search_for_a_learning_rate_is_a_curve_over_rates(tmp_path):
     assert flat["marks"] == []
     assert flat["caption"].endswith("none clearly lowered the loss, so no rate is suggested.")
     assert rate_search_chart(describe_search(None, {1e-3: [None, None]})) is None, "nothing to draw"
-
-
-@pytest.mark.parametrize(
-    "content", ["[]", "{}", '{"tried": [[1]], "suggested": 1}', '{"tried": [], "suggested": null}']
-)
-def test_a_damaged_search_for_a_learning_rate_is_named(tmp_path, content):
-    folder = make_run(tmp_path / "run")
-    (folder / LEARNING_RATE).write_text(content)
-    with pytest.raises(UserError, match=LEARNING_RATE):
-        write_report([folder], tmp_path / "report.html")
 
 
 @pytest.fixture
