@@ -10,15 +10,10 @@ from tests.kit import ALONE, assert_same_but_rounding
 from zerovision.training.data.reader import Batch
 from zerovision.training.observe.observer import Seen
 from zerovision.training.observe.sample_history import HISTORY, MOST_EPOCHS, SampleHistory, mean_probabilities
-from zerovision.training.world.world import World
 
 IMAGES, CLASSES, EPOCHS = 40, 3, 2  # of three classes the two probabilities that are kept tell the third
 LABELS = torch.arange(IMAGES) % CLASSES
 LOGITS = 5 * torch.randn(EPOCHS, IMAGES, CLASSES, generator=torch.Generator().manual_seed(0))
-
-
-def world() -> World:
-    return ALONE
 
 
 def batch(indices: torch.Tensor, **changes: object) -> Batch:
@@ -46,7 +41,7 @@ def means(folder):
 
 @pytest.fixture
 def whole(tmp_path):
-    history = SampleHistory(tmp_path / "whole", world(), EPOCHS, 1)
+    history = SampleHistory(tmp_path / "whole", ALONE, EPOCHS, 1)
     (tmp_path / "whole").mkdir()
     for epoch in range(EPOCHS):
         add(history, epoch, torch.randperm(IMAGES))
@@ -61,14 +56,14 @@ def test_means_are_those_of_softmax(whole):
 def test_an_epoch_that_was_interrupted_and_goes_on_before_that_has_the_same_bytes(whole, tmp_path):
     for epoch in range(EPOCHS):
         for first, last in ((0, 24), (16, IMAGES)):
-            history = SampleHistory(tmp_path, world(), EPOCHS, 1)
+            history = SampleHistory(tmp_path, ALONE, EPOCHS, 1)
             add(history, epoch, torch.arange(first, last))
             history.after_steps()
     assert kept(tmp_path) == kept(whole)
 
 
 def test_padding_and_mixed_and_broken_images_are_left_out(tmp_path):
-    history = SampleHistory(tmp_path, world(), 1, 1)
+    history = SampleHistory(tmp_path, ALONE, 1, 1)
     everything = torch.arange(IMAGES)
     logits = LOGITS[0].clone()
     logits[7] = torch.nan
@@ -85,7 +80,7 @@ def test_padding_and_mixed_and_broken_images_are_left_out(tmp_path):
 
 
 def test_of_a_long_run_epochs_at_equal_distances_are_kept(tmp_path):
-    history = SampleHistory(tmp_path, world(), 2 * MOST_EPOCHS + 1, 1)
+    history = SampleHistory(tmp_path, ALONE, 2 * MOST_EPOCHS + 1, 1)
     for epoch in range(2 * MOST_EPOCHS + 1):
         see(history, epoch, batch(torch.arange(4)), LOGITS[0, :4])
         history.after_steps()
