@@ -108,7 +108,6 @@ def test_tasks_of_an_array_get_their_number_and_model() -> None:
         (TASK, [], "mobilenet,vgg", "2 models"),
         (TASK, ["--run-name", "digits"], "mobilenet", "different names"),
         (TASK, ["--run-name", "digits33"], "mobilenet", "different names"),
-        (JOB, ["--sed", "1"], "mobilenet", "--seed"),
     ],
 )
 def test_what_cannot_be_is_refused(job: Job, flags: list[str], model: str, said: str) -> None:
