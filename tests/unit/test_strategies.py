@@ -25,35 +25,28 @@ def merged(content, offload):
     return deepspeed_config(content, SimpleNamespace(plan=SimpleNamespace(offload=offload), **given))
 
 
-@pytest.mark.parametrize(("name", "stage"), [("ddp", 1), ("fsdp_stage2", 2), ("fsdp_stage3", 3)])
-def test_strategies_are_the_zero_stages(name, stage):
-    config = merged(read_strategy_json(name), "none")
-    assert config["zero_optimization"]["stage"] == stage
+@pytest.mark.parametrize(
+    ("name", "stage", "offload", "expected"),
+    [
+        ("ddp", 1, "none", set()),
+        ("fsdp_stage2", 2, "none", set()),
+        ("fsdp_stage2", 2, "optimizer", {"offload_optimizer"}),
+        ("fsdp_stage3", 3, "none", set()),
+        ("fsdp_stage3", 3, "optimizer", {"offload_optimizer"}),
+        ("fsdp_stage3", 3, "all", {"offload_optimizer", "offload_param"}),
+    ],
+)
+def test_strategies_are_the_zero_stages_with_what_the_command_line_says(name, stage, offload, expected):
+    content = read_strategy_json(name)
+    before = json.dumps(content)
+    config = merged(content, offload)
+    zero = config["zero_optimization"]
+    assert zero["stage"] == stage
+    assert {key for key in zero if key.startswith("offload")} == expected
+    assert all(zero[key]["device"] == "cpu" for key in expected)
     assert config["train_micro_batch_size_per_gpu"] == 16
     assert config["gradient_accumulation_steps"] == 4
     assert config["gradient_clipping"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "offload", "expected"),
-    [
-        ("fsdp_stage2", "none", set()),
-        ("fsdp_stage2", "optimizer", {"offload_optimizer"}),
-        ("fsdp_stage3", "none", set()),
-        ("fsdp_stage3", "optimizer", {"offload_optimizer"}),
-        ("fsdp_stage3", "all", {"offload_optimizer", "offload_param"}),
-    ],
-)
-def test_offload_is_what_the_command_line_says(name, offload, expected):
-    zero = merged(read_strategy_json(name), offload)["zero_optimization"]
-    assert {key for key in zero if key.startswith("offload")} == expected
-    assert all(zero[key]["device"] == "cpu" for key in expected)
-
-
-def test_merging_leaves_the_file_alone():
-    content = read_strategy_json("fsdp_stage3")
-    before = json.dumps(content)
-    merged(content, "all")
     assert json.dumps(content) == before
 
 
