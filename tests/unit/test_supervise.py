@@ -31,7 +31,6 @@ from zerovision.launch.process_tree import (
     code_of_zombie,
     is_alive,
     remove_stale_build_locks,
-    shell_exit_code,
 )
 from zerovision.launch.rank_monitor import Death, RankMonitor, main_thread
 from zerovision.launch.restart_policy import RestartPolicy, signal_within
@@ -367,8 +366,3 @@ def test_stale_build_locks_go_and_held_ones_stay(tmp_path: Path, capsys: pytest.
     lines = capsys.readouterr().err.splitlines()
     assert [re.sub(r".*/(.*)/lock .*", r"\1", line) for line in lines] == ["elsewhere", "of-others"]
     batons["held"].release()
-
-
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 2), (-9, 137), (143, 143), (1, 1)])
-def test_exit_codes_follow_the_shell(code: int, expected: int) -> None:
-    assert shell_exit_code(code) == expected
