@@ -9,12 +9,12 @@ import re
 import statistics
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import made_runs
 import pytest
 
+from tests.kit import wait_until
 from zerovision.delivery.report.page import MOST_RUNS
 from zerovision.extras import sweep as sweeps
 from zerovision.extras.settings import SweepSettings
@@ -164,8 +164,7 @@ def test_a_stop_lets_the_trials_that_run_save(actor, monkeypatch):
     ended = []
     training = threading.Thread(target=lambda: ended.extend(running.run(1)), daemon=True)
     training.start()
-    while not (actor / "runs" / "rates-1" / "metrics.jsonl").exists():
-        time.sleep(0.02)
+    wait_until((actor / "runs" / "rates-1" / "metrics.jsonl").exists)
     running.stop()
     training.join(20)
     assert [(trial.state, trial.epochs) for trial in ended] == [("paused", 1)]
@@ -191,10 +190,14 @@ def test_each_line_of_a_trial_that_trains_is_parsed_once(tmp_path, monkeypatch):
 
 def test_a_mistake_leaves_no_file(tmp_path):
     """Others, and their lines, are in tests/references/errors.txt."""
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# nobody\n")
     for varied, words in (("learning-rate=fast", "--learning-rate"), ("seed=" + "0," * 1001, "more than 1000 combin")):
         with pytest.raises(UserError, match=words):
             prepare(made(tmp_path, varied))
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="lists no machines"):
+        next(prepare(made(tmp_path, "seed=0,1")).run(1, hostfile))
+    assert list(tmp_path.iterdir()) == [hostfile]
 
 
 def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_path):
@@ -207,20 +210,12 @@ def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_p
         prepare(made(tmp_path, "seed=0,1", name="other"))
 
 
-def test_a_mistake_leaves_the_name_free(tmp_path):
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("# nobody\n")
-    with pytest.raises(UserError, match="lists no machines"):
-        next(prepare(made(tmp_path, "seed=0,1")).run(1, hostfile))
-    assert list(tmp_path.iterdir()) == [hostfile]
-
-
 def test_the_command_line():
     given = SweepSettings.read(["rates", "--vary", "seed=0,1", "--", *WORDS, "--", "x"])
     assert (given.vary, given.words) == (["seed=0,1"], (*WORDS, "--", "x"))
 
 
-def test_seeds_are_a_mean_and_a_deviation(tmp_path):
+def test_seeds_and_folds_are_a_mean_and_a_deviation(tmp_path):
     running = prepare(made(tmp_path, "learning-rate=0.1,0.2", "seed=0,1"))
     acted(running, [[0.9], [0.8], [0.95], []], ["finished"] * 4)
     assert [(row.values, row.score("top1")) for row in rows_of(running)] == [
@@ -238,6 +233,8 @@ def test_seeds_are_a_mean_and_a_deviation(tmp_path):
         "rates-3,0.2,0,1,0.95,finished,0.0",
         "rates-4,0.2,1,0,,finished,0.0",
     ]
+    folds = acted(prepare(made(tmp_path, "folds=2:1,2:2", name="cross")), [[0.9], [0.8]], ["finished"] * 2)
+    assert [(row.values, row.score("top1")) for row in rows_of(folds)] == [({}, "85.00 ± 7.07")]
 
 
 def test_the_page_has_the_best_trials_side_by_side(tmp_path):
@@ -256,12 +253,6 @@ def test_the_page_has_the_best_trials_side_by_side(tmp_path):
 def test_without_a_score_there_is_no_page(tmp_path):
     running = prepare(made(tmp_path, "learning-rate=0.1,0.2"))
     assert write_page(acted(running, [[], []], ["exit code 1"] * 2), rows_of(running)) is None
-
-
-def test_folds_are_a_mean_and_a_deviation(tmp_path):
-    running = prepare(made(tmp_path, "folds=2:1,2:2", name="cross", words=(*WORDS, f"--log-dir={tmp_path}")))
-    acted(running, [[0.9], [0.8]], ["finished"] * 2)
-    assert [(row.values, row.score("top1")) for row in rows_of(running)] == [({}, "85.00 ± 7.07")]
 
 
 def test_the_state_survives_what_is_no_state(actor):
