@@ -321,12 +321,6 @@ def test_a_wait_that_no_clock_sees_is_no_work():
     assert work_seconds([waiting, usual | {"logging": 12.0}, waiting]) == pytest.approx([30.0, 30.0, 30.0])
 
 
-def test_a_long_exchange_makes_no_slow_rank():
-    ranks = [spans(forward=3.0, communication=5.0)] * 4
-    assert work_seconds(ranks) == pytest.approx([3.0] * 4)
-    assert SlowRankDetector().update(work_seconds(ranks), 10) == []
-
-
 # Operations.
 
 
