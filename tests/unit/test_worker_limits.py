@@ -10,31 +10,28 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-import torch
 
 from zerovision.training.base.errors import UserError, known_failure
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.data import workers
-from zerovision.training.world.world import World
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
-ALONE, TWO = (World(0, 0, size, size, torch.device("cpu")) for size in (1, 2))
 fit = workers.fit_workers_into_memory
 Usage = namedtuple("Usage", "free")
 
 
 @pytest.mark.parametrize(
-    ("free", "may_write", "world", "expected"),
-    [(36864 * 4, True, ALONE, 4), (36864 * 4, True, TWO, 2), (36863, True, ALONE, 0), (10**12, False, ALONE, 0)],
+    ("free", "may_write", "ranks", "expected"),
+    [(36864 * 4, True, 1, 4), (36864 * 4, True, 2, 2), (36863, True, 1, 0), (10**12, False, 1, 0)],
 )
-def test_workers_are_as_many_as_shared_memory_has_room_for(monkeypatch, free, may_write, world, expected):
+def test_workers_are_as_many_as_shared_memory_has_room_for(monkeypatch, free, may_write, ranks, expected):
     """4 images of 32 pixels are 12,288 bytes, three batches of them 36,864."""
     monkeypatch.setattr(os, "access", lambda *_: may_write)
     monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: Usage(free))
-    assert fit(8, True, 12288, world.local_size, is_main=True) == expected
-    assert fit(expected, False, 12288, world.local_size, is_main=True) == expected
+    assert fit(8, True, 12288, ranks, is_main=True) == expected
+    assert fit(expected, False, 12288, ranks, is_main=True) == expected
     with pytest.raises(UserError, match=rf"^--workers 8: /dev/shm has room .* Use --workers {expected}, or"):
-        fit(8, False, 12288, world.local_size, is_main=True)
+        fit(8, False, 12288, ranks, is_main=True)
 
 
 @pytest.mark.slow
