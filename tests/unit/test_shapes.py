@@ -31,12 +31,9 @@ ARRAYS = DataOptions(image_size="16x24", augmentation="shift_flip")
 COLOUR = [0.2, 0.4, 0.6]
 
 
-def parsed(size: str):
-    return parse_args(["--image-size", size])[0].image_size
-
-
 def test_the_flag():
-    assert [parsed(size) for size in ("224x448", "224x224", "224", "0")] == ["224x448", 224, 224, 0]
+    for size, expected in {"224x448": "224x448", "224x224": 224, "224": 224, "0": 0}.items():
+        assert parse_args(["--image-size", size])[0].image_size == expected
 
 
 def of_torchvision(image: torch.Tensor, fit: str, height: int, width: int, share: float) -> torch.Tensor:
