@@ -27,12 +27,11 @@ from zerovision.training.config.check import check_config
 from zerovision.training.config.file import read_config_file
 from zerovision.training.engines.build import set_up_engine
 from zerovision.training.engines.model_buffers import ModelBuffers
-from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer, tune
 
 IMAGE_SIZE = 32
-PREPROCESSING = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
+FACTS = {"class_names": ["a", "b", "c"], "preprocessing": Preprocessing(32, None, (0.5,) * 3, (0.5,) * 3), "extra": {}}
 ADAPTED = (  # with an example of a layer that has an adapter
     ("vit_tiny_patch16_224", "blocks.3.attn.qkv"),
     ("tf_mobilenetv3_small_minimal_100", "conv_stem"),  # "same" padding
@@ -66,15 +65,7 @@ def test_the_share_of_a_small_head_is_not_rounded_to_nothing():
     assert found.notes == ["--tune head: 1,000 parameters are trained, 0.0333% of all"]
 
 
-# --- the words -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("word", "meaning"),
-    [("full", ("full", 0)), ("head", ("head", 0)), ("layers:2", ("layers", 2)), ("lora:8", ("lora", 8))],
-)
-def test_words(word, meaning):
-    assert read_tune(word) == meaning
+# --- what is trained -------------------------------------------------------------------------------------------
 
 
 def test_random_weights_are_not_kept(tmp_path):
@@ -86,9 +77,6 @@ def test_random_weights_are_not_kept(tmp_path):
     (tmp_path / "runs" / "digits" / "checkpoints").mkdir(parents=True)
     (tmp_path / "runs" / "digits" / "checkpoints" / "last").touch()
     check_config(going_on, FLAG_OF)
-
-
-# --- what is trained -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -312,18 +300,21 @@ def test_relative_position_tables_are_resampled_as_timm_does_it(tmp_path):
         assert torch.equal(found.state_dict()[key], expected), key
 
 
+def publish(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let timm find these weights of 3 classes as if they were on the hub."""
+    overlay = {"file": file, "num_classes": 3, "url": "", "hf_hub_id": None}
+    create = functools.partial(timm.create_model, pretrained_cfg_overlay=overlay)
+    monkeypatch.setattr("zerovision.models.timm_models.timm.create_model", create)
+
+
 @pytest.mark.parametrize("pretrained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrained, tmp_path, monkeypatch):
     name = "cait_xxs24_224"
     path, size = str(tmp_path / "weights.safetensors"), "use --image-size 64$"
-    source = new_model(f"timm:{name}", num_classes=3, image_size=64)
-    facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
-    save_built(Path(path), source, **facts)
-    if pretrained:  # as from the hub
+    save_built(Path(path), new_model(f"timm:{name}", num_classes=3, image_size=64), **FACTS)
+    if pretrained:
         size = "--image-size 224 --image-channels 3"
-        overlay = {"file": path, "num_classes": 3, "url": "", "hf_hub_id": None}
-        create = functools.partial(timm.create_model, pretrained_cfg_overlay=overlay)
-        monkeypatch.setattr("zerovision.models.timm_models.timm.create_model", create)
+        publish(path, monkeypatch)
     with pytest.raises(UserError, match=size) as caught:
         new_model(
             f"timm:{name}", num_classes=3, image_size=96, pretrained=pretrained, weights="" if pretrained else path
@@ -334,9 +325,7 @@ def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrai
 def test_published_weights_that_are_resampled_are_told(tmp_path, monkeypatch):
     name, file = "vit_tiny_patch16_224", tmp_path / "weights.safetensors"
     save_file(timm.create_model(name, num_classes=3).state_dict(), file)
-    overlay = {"file": str(file), "num_classes": 3, "url": "", "hf_hub_id": None}
-    create = functools.partial(timm.create_model, pretrained_cfg_overlay=overlay)
-    monkeypatch.setattr("zerovision.models.timm_models.timm.create_model", create)
+    publish(str(file), monkeypatch)
     told = f"timm:{name}: adapted from images of 224 pixels to 96"
     for size in (96, 224):
         notes = new_model(f"timm:{name}", num_classes=3, image_size=size, pretrained=True).notes
@@ -344,9 +333,7 @@ def test_published_weights_that_are_resampled_are_told(tmp_path, monkeypatch):
 
 
 def test_a_stem_of_another_stride_is_told(tmp_path):
-    source = new_model("basic_cnn", num_classes=3, image_size=60)
-    facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
-    save_built(tmp_path / "weights", source, **facts)
+    save_built(tmp_path / "weights", new_model("basic_cnn", num_classes=3, image_size=60), **FACTS)
     for size, told in ((64, True), (32, False)):
         notes = new_model("basic_cnn", num_classes=3, image_size=size, weights=str(tmp_path / "weights")).notes
         found = [note for note in notes if note.startswith("blocks.0.0 has a stride of 2, but had 1 when these")]
@@ -371,8 +358,7 @@ def source(tmp_path_factory) -> Path:
         model.module.train()(torch.rand(8, 3, 16, 16))
     path = tmp_path_factory.mktemp("source") / "weights.safetensors"
     images = Preprocessing(16, None, mean=(0.4,) * 3, std=(0.1,) * 3)
-    facts = {"class_names": [*"abcdefg"], "preprocessing": images, "extra": {}}
-    save_built(path, model, **facts)
+    save_built(path, model, class_names=[*"abcdefg"], preprocessing=images, extra={})
     return path
 
 
@@ -405,21 +391,21 @@ def logs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("word", "channels", "averages"),
-    [pytest.param("head", 1, {}, marks=pytest.mark.slow), ("lora:2", 1, {"ema": 0.8, "lookahead": 3})],
+    ("word", "averages"),
+    [pytest.param("head", {}, marks=pytest.mark.slow), ("lora:2", {"ema": 0.8, "lookahead": 3})],
 )
-def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, channels, averages, logs, source, capsys):
+def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, averages, logs, source, capsys):
     """The weights are for RGB; the first layer of a run on grey images is adapted, and frozen as that."""
     name = word.replace(":", "-")
-    whole = train(logs, name, tune=word, **SHORT | averages, weights=str(source), image_channels=channels)
+    whole = train(logs, name, tune=word, **SHORT | averages, weights=str(source), image_channels=1)
     before, after = load_file(source), load_file(whole / "model.safetensors")
-    before["blocks.0.0.weight"] = adapt_input_conv(channels, before["blocks.0.0.weight"])
+    before["blocks.0.0.weight"] = adapt_input_conv(1, before["blocks.0.0.weight"])
     assert after.keys() == before.keys()
     changed = {key for key in after if not torch.equal(after[key], before[key])}
     adapted = {f"blocks.{block}.{layer}.weight" for block in range(3) for layer in (0, 3)} if word != "head" else set()
     assert changed == {"head.weight", "head.bias"} | adapted
     file = str(whole / "model.safetensors")
-    new_model("basic_cnn", num_classes=10, image_size=16, image_channels=channels, weights=file)
+    new_model("basic_cnn", num_classes=10, image_size=16, image_channels=1, weights=file)
 
     checkpoint = whole / "checkpoints" / "step-00001-0000000"
     facts = read_manifest(checkpoint).frozen
@@ -428,7 +414,7 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     assert sum(path.stat().st_size for path in checkpoint.glob("shard*")) < file.stat().st_size / 4
 
     # The starting weights do not matter any more: they are in the checkpoint's file.
-    same = {"image_channels": channels, "resume": str(checkpoint), **averages}
+    same = {"image_channels": 1, "resume": str(checkpoint), **averages}
     resumed = train(logs, f"{name}-resumed", tune=word, **SHORT | same)
     for path in ("model.safetensors", "checkpoints/step-00002-0000000/shard-00000.safetensors"):
         assert (resumed / path).read_bytes() == (whole / path).read_bytes()
