@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from small_checkpoints import ALONE
 from timm.optim import Lookahead, create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from tests.kit import ROUNDING, assert_equal, assert_same_but_rounding
+from tests.kit import ALONE, ROUNDING, assert_equal, assert_same_but_rounding, train
+from tests.training.commands import read_metrics
 from zerovision.delivery.evaluate import evaluate
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.build import build_engine
@@ -21,7 +18,6 @@ from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.recipe.optimizer import build_optimizer
-from zerovision.training.run import run
 from zerovision.training.steps.weight_average import EMA, WeightAverages, ema_decay_at
 
 DECAY = 0.7  # reached at the seventh step
@@ -153,7 +149,7 @@ def test_lookahead_pulls_nothing_after_a_skipped_step(on_device):
         assert is_same == (step not in (6, 8)), "the first pull, of step 2, moves nothing"
 
 
-def test_a_run_without_averages_has_none_in_its_state(tmp_path: Path):
+def test_a_run_without_averages_has_none_in_its_state():
     engine = make_engine()
     before = engine.state()
     averages = WeightAverages(engine, 0.0, 0, steps_per_epoch=STEPS)
@@ -169,13 +165,10 @@ def test_a_run_without_averages_has_none_in_its_state(tmp_path: Path):
 def test_the_average_is_scored_and_exported(tmp_path):
     scores = {}
     for name, ema in (("plain", 0.0), ("average", 0.9)):
-        recipe = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 2}
-        output = {"progress": "off", "tensorboard": False, "report": False, "log_dir": str(tmp_path), "run_name": name}
-        assert run(TrainConfig(ema=ema, **recipe, **output)) == 0
-        lines = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
-        scores[name] = [(line["val_top1"], line["val_loss"]) for line in lines if line["kind"] == "epoch"]
+        folder = train(tmp_path, name, data="fake", image_size=8, batch_size=125, epochs=2, ema=ema)
+        scores[name] = [(line["val_top1"], line["val_loss"]) for line in read_metrics(folder, "epoch")]
     assert scores["average"] != scores["plain"]
     best = max(scores["average"], key=lambda one: (one[0], -one[1]))
-    exported = evaluate(tmp_path / "runs" / "average", split="val", output=None)
+    exported = evaluate(folder, split="val", output=None)
     assert exported["top1"] == pytest.approx(best[0], abs=1e-12)
     assert exported["loss"] == pytest.approx(best[1], rel=ROUNDING)
