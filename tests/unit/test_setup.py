@@ -80,7 +80,7 @@ def test_calls_at_the_same_time_wait_in_line(repo: Path) -> None:
     assert sum(SAYS_IT_WORKS in text for text in said) == 1
 
 
-def test_an_interrupted_environment_is_made_anew(repo: Path) -> None:
+def test_an_interrupted_environment_and_one_with_a_broken_interpreter_are_made_anew(repo: Path) -> None:
     make(repo, "setup")
     (repo / ".venv" / ".unfinished").touch()
     half_installed = repo / ".venv" / "lib" / "half_installed.py"
@@ -88,10 +88,6 @@ def test_an_interrupted_environment_is_made_anew(repo: Path) -> None:
     assert make(repo, "setup")[0] == 0
     assert not half_installed.exists()
     assert make(repo, "setup") == (0, "")
-
-
-def test_a_broken_interpreter_is_replaced(repo: Path) -> None:
-    make(repo, "setup")
     (repo / ".venv/bin/python").unlink()
     assert make(repo, "setup")[0] == 0
     assert (repo / ".venv/bin/python").exists()
