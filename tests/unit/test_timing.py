@@ -21,16 +21,19 @@ from tests.kit import ALONE, Recorder
 from tests.training.engine_ranks import loop_run
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
+from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.deepspeed.engine import TimedBackend
-from zerovision.training.engines.engine import StepResult
+from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.flops import TrainingFlops, peak_tflops
-from zerovision.training.engines.model_buffers import ModelBuffers
+from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.device_use import DeviceGauge
 from zerovision.training.observe.observer import StepDone
 from zerovision.training.observe.profiler import StepProfiler, costliest_operators
+from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.steps import step_metrics
 from zerovision.training.steps.step_metrics import SlowRankDetector, fewest_steps, work_seconds
 from zerovision.training.world.collectives import (
@@ -187,23 +190,9 @@ def epoch_by_hand(waits, forward_seconds, log_every_steps):
     """
     marks, logger = Steps(), Recorder()
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
-    rule = torch.optim.SGD([{"params": list(module.parameters()), "rate_scale": 1.0, "is_backbone": False}], lr=0.1)
-
-    class PlainEngine:
-        optimizer, loss_scale, buffers = rule, None, ModelBuffers(module)
-
-        def __init__(self):
-            self.module = module
-
-        def forward(self, images):
-            marks.now += forward_seconds
-            return module(images)
-
-        def backward(self, loss):
-            loss.backward()
-
-        def step(self):
-            return StepResult(True, None)
+    module.register_forward_pre_hook(lambda *_: setattr(marks, "now", marks.now + forward_seconds))
+    rule = build_optimizer(module, TrainConfig(learning_rate=0.1), [], discriminative=False)
+    engine = build_engine(EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=1))
 
     def batches():
         for wait in waits:
@@ -212,9 +201,8 @@ def epoch_by_hand(waits, forward_seconds, log_every_steps):
             images, indices = torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64)
             yield Batch(images, indices, torch.ones(1), indices)
 
-    world = ALONE
     parts = {"loggers": Loggers([logger]), "clock": SpanClock(marks), "settings": {"log_every_steps": log_every_steps}}
-    run = loop_run(world, PlainEngine(), BatchPlan(len(waits), 1, 1, 1, 0), 2, classes=2, **parts)
+    run = loop_run(ALONE, engine, BatchPlan(len(waits), 1, 1, 1, 0), 2, classes=2, **parts)
     return train_one_epoch(run, batches()), logger.points
 
 
