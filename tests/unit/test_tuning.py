@@ -42,9 +42,10 @@ ADAPTED = (  # with an example of a layer that has an adapter
 SHORT = {"data": "fake", "epochs": 2, "batch_size": 128, "image_size": 16, "keep_last": 9}
 
 
-def built(model_type: str, word: str = "full", seed: int = 0, image_size: int = IMAGE_SIZE) -> BuiltModel:
-    torch.manual_seed(seed)
-    return tune(new_model(model_type, num_classes=5, image_size=image_size), word)
+def built(model_type: str, word: str = "full", image_size: int = IMAGE_SIZE) -> BuiltModel:
+    torch.manual_seed(0)
+    members = "basic_cnn,cnn_lstm"  # of the ensemble
+    return tune(new_model(model_type, num_classes=5, image_size=image_size, ensemble_members=members), word)
 
 
 def trained(module: nn.Module) -> set[str]:
@@ -91,6 +92,8 @@ def test_random_weights_are_not_kept(tmp_path):
         ("timm:convnext_atto", "layers:1", ["head.", "stages.3.blocks.1."]),
         ("timm:densenet121", "layers:1", ["classifier.", "features.denseblock4.denselayer16.", "features.norm5."]),
         ("timm:vit_tiny_patch16_224", "full", [""]),
+        # Of an ensemble those of each member.
+        ("ensemble", "layers:1", ["members.0.head.", "members.0.blocks.2.", "members.1.head.", "members.1.lstm."]),
     ],
 )
 def test_the_head_and_the_last_layers_are_trained(model_type, word, prefixes):
@@ -98,13 +101,6 @@ def test_the_head_and_the_last_layers_are_trained(model_type, word, prefixes):
     assert trained(model.module) == of_parts(model.module, *prefixes)
     if word != "full":
         assert model.notes[-1].startswith(f"--tune {word}: ")
-
-
-def test_layers_of_an_ensemble_are_those_of_each_member():
-    model = new_model("ensemble", num_classes=5, image_size=IMAGE_SIZE, ensemble_members="basic_cnn,cnn_lstm")
-    tune(model, "layers:1")
-    expected = ("members.0.head.", "members.0.blocks.2.", "members.1.head.", "members.1.lstm.")
-    assert trained(model.module) == of_parts(model.module, *expected)
 
 
 def test_a_network_with_fewer_layers_or_an_unknown_head_is_refused():
@@ -377,12 +373,6 @@ def mobilenets(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def head_first(logs, mobilenets) -> Path:
     return train(logs, "head-first", **SHORT | HEAD_FIRST, weights=str(mobilenets))
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="module")
