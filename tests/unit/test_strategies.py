@@ -16,7 +16,6 @@ from zerovision.training.engines.deepspeed.config import (
     deepspeed_config,
     read_strategy_json,
 )
-from zerovision.training.engines.strategies import STRATEGIES
 
 
 def merged(content, offload):
@@ -82,11 +81,3 @@ def test_bucket_sizes_may_be_written_as_the_documentation_does(tmp_path):
     for value in (1.5, -1, "5e8", True):
         with pytest.raises(UserError, match="reduce_bucket_size"):
             check_deepspeed_json({"zero_optimization": {"stage": 2, "reduce_bucket_size": value}}, tmp_path)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_the_flops_profiler_is_reachable_by_its_key(name, tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(read_strategy_json(name) | {"flops_profiler": {"enabled": True, "profile_step": 2}}))
-    config = merged(read_strategy_json(name, str(path)), "none")
-    assert config["flops_profiler"]["enabled"] is True
