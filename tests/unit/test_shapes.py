@@ -21,8 +21,8 @@ from zerovision.delivery.activation_map import _as_map
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.models.dry_run import training_flops, without_data
-from zerovision.models.timm_models import adapt_weights, timm_size
-from zerovision.models.weights_metadata import Description, Preprocessing
+from zerovision.models.timm_models import timm_size
+from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import evaluation_geometry
@@ -128,16 +128,6 @@ def test_a_vision_transformer_is_timms():
     tokens = oracle.patch_embed(images)
     with_class = torch.cat([tokens[:, :1], tokens], 1)
     torch.testing.assert_close(_as_map(built.module, with_class), oracle.patch_embed.proj(images))
-
-
-def test_position_embeddings_are_resampled_as_timm_does_it():
-    square = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64).state_dict()
-    wanted = Description("timm:vit_tiny_patch16_224", "vit_tiny_patch16_224", 5, "32x96")
-    adapted = adapt_weights(wanted, square)
-    wide = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=(32, 96))
-    expected = timm.layers.resample_abs_pos_embed(square["pos_embed"], (2, 6), num_prefix_tokens=1)
-    assert torch.equal(adapted["pos_embed"], expected)
-    wide.load_state_dict(adapted)
 
 
 def test_operations_are_those_of_the_pixels():

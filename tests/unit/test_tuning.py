@@ -271,16 +271,19 @@ def test_adapters_are_small_and_all_else_but_the_head_is_frozen():
 # --- other image sizes -----------------------------------------------------------------------------------------
 
 
-def test_position_embeddings_are_resampled_as_timm_does_it(tmp_path):
+@pytest.mark.parametrize(("image_size", "grid"), [(32, (2, 2)), ("32x96", (2, 6))])
+def test_position_embeddings_are_resampled_as_timm_does_it(image_size, grid, tmp_path):
     source = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64).state_dict()
     save_file(source, tmp_path / "weights")
-    model = new_model("timm:vit_tiny_patch16_224", num_classes=3, image_size=32, weights=str(tmp_path / "weights"))
+    weights = str(tmp_path / "weights")
+    model = new_model("timm:vit_tiny_patch16_224", num_classes=3, image_size=image_size, weights=weights)
     found = model.module.state_dict()
-    expected = resample_abs_pos_embed(source["pos_embed"], (2, 2), num_prefix_tokens=1)
-    torch.testing.assert_close(found["pos_embed"], expected)
+    expected = resample_abs_pos_embed(source["pos_embed"], grid, num_prefix_tokens=1)
+    assert torch.equal(found["pos_embed"], expected)
     others = found.keys() - {"pos_embed", *model.head_parameter_names}
     assert all(torch.equal(found[name], source[name]) for name in others)
-    assert "adapted to this model's input: pos_embed [1, 17, 192] -> [1, 5, 192]" in model.notes
+    tokens = 1 + grid[0] * grid[1]
+    assert f"adapted to this model's input: pos_embed [1, 17, 192] -> [1, {tokens}, 192]" in model.notes
     assert any("head replaced: 5 -> 3" in note for note in model.notes)
 
 
