@@ -33,13 +33,10 @@ def plan(stage, ranks, engine="deepspeed", sizes=SIZES, values=2, offload="none"
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_the_state_follows_the_zero_paper(ranks):
     """Section 3 of arXiv:1910.02054 in fp32: the optimizer's 12 bytes (copy, two moments) are shared at every stage."""
-    for stage, weights in ((1, 4 * PARAMETERS), (2, 4 * PARAMETERS), (3, 4 * PARAMETERS / ranks)):
+    whole, part = 4 * PARAMETERS, 4 * PARAMETERS / ranks
+    for stage, weights, gradients in ((1, whole, whole), (2, whole, part), (3, part, part)):
         found = plan(stage, ranks)
-        assert found.weights == pytest.approx(weights)
-        assert found.optimizer == pytest.approx(12 * PARAMETERS / ranks)
-    assert plan(1, ranks).gradients == pytest.approx(4 * PARAMETERS)
-    assert plan(2, ranks).gradients == pytest.approx(4 * PARAMETERS / ranks)
-    assert plan(3, ranks).gradients == pytest.approx(4 * PARAMETERS / ranks)
+        assert (found.weights, found.gradients, found.optimizer) == pytest.approx((weights, gradients, 3 * part))
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])
@@ -61,30 +58,29 @@ def test_deepspeeds_own_estimators(ranks):
     assert state(3) == pytest.approx(theirs + 2 * PARAMETERS / ranks)
 
 
-def test_pytorchs_own():
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pytorchs_own(ranks):
     """CPU ranks share one copy of the weights; FSDP2 keeps rows, and gathers all weights, or those of a block."""
-    ddp, stage_2, stage_3 = (plan(stage, 4, "torch") for stage in (1, 2, 3))
-    summed = 4 * PARAMETERS / 4  # of the ranks' gradients
-    assert (ddp.weights, ddp.optimizer, ddp.gradients) == (PARAMETERS, 8 * PARAMETERS / 4, 4 * PARAMETERS + summed)
-    on_gpus = plan(1, 4, "torch", device="cuda")  # where each rank has the others' gradients of its part, too
-    assert (on_gpus.weights, on_gpus.gradients) == (4 * PARAMETERS, 2 * 4 * PARAMETERS + summed)
+    ddp, stage_2, stage_3 = (plan(stage, ranks, "torch") for stage in (1, 2, 3))
+    part = 4 * PARAMETERS / ranks  # of the weights, and of the sum of the ranks' gradients
+    assert (ddp.weights, ddp.optimizer, ddp.gradients) == (part, 2 * part, 4 * PARAMETERS + part)
+    on_gpus = plan(1, ranks, "torch", device="cuda")  # where each rank has the others' gradients of its part, too
+    assert (on_gpus.weights, on_gpus.gradients) == (4 * PARAMETERS, 2 * 4 * PARAMETERS + part)
     for sharded in (stage_2, stage_3):
-        found = (sharded.weights, sharded.optimizer, sharded.gradients)
-        assert found == (4 * PARAMETERS / 4, 8 * PARAMETERS / 4, 4 * PARAMETERS / 4)
+        assert (sharded.weights, sharded.optimizer, sharded.gradients) == (part, 2 * part, part)
     assert stage_2.communication - stage_3.communication == 4 * (PARAMETERS - (80_000 + 50_000))
     for steps, sums in ((2, 1), (3, 1), (4, 2), (16, 4)):
-        assert plan(2, 4, "torch", accumulation_steps=steps).gradients == sums * stage_2.gradients
+        assert plan(2, ranks, "torch", accumulation_steps=steps).gradients == sums * stage_2.gradients
 
 
-def test_more_ranks_and_higher_stages_need_no_more():
-    for engine, stage in itertools.product(("torch", "deepspeed"), (1, 2, 3)):
-        found = [plan(stage, ranks, engine) for ranks in (1, 2, 4)]
-        one, two, four = (each.weights + each.optimizer for each in found)
-        assert one > two > four
-    for engine in ("deepspeed", "torch"):
-        peaks = [plan(stage, 4, engine, device="cuda").peak for stage in (1, 2, 3)]
-        assert peaks[0] > peaks[1]
-        assert plan(2, 4, engine).weights >= plan(3, 4, engine).weights
+def test_one_rank_has_all_at_every_stage():
+    for found in (plan(stage, 1, "torch") for stage in (1, 2, 3)):
+        assert (found.weights, found.optimizer) == (4 * PARAMETERS, 8 * PARAMETERS)
+
+
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_the_second_stage_has_a_lower_peak_on_gpus(engine):
+    assert plan(1, 4, engine, device="cuda").peak > plan(2, 4, engine, device="cuda").peak
 
 
 @pytest.mark.parametrize(("steps", "buffers"), [(1, 1), (2, 1), (4, 2), (8, 3), (16, 4)])
@@ -264,9 +260,7 @@ def test_sizes_of_a_model():
     network = Blocks()
     found = sizes_of(network)
     block = 3 * (3 * 3 + 3)
-    assert found == ModelSizes(
-        4 * block, 4 * block, 9, largest_block=block, next_block=block, outside=0, buffer_bytes=0
-    )
+    assert found == ModelSizes(4 * block, 4 * block, largest_parameter=9, largest_block=block, next_block=block)
     stages = nn.Sequential(*(nn.Sequential(nn.Linear(3, width)) for width in (9, 2, 7, 1)))
     sizes = sizes_of(nn.Sequential(stages))
     assert (sizes.largest_block, sizes.next_block) == (4 * 9, 4 * 2)

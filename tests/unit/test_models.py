@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import os
 import pickle
 import re
-import subprocess
-import sys
-import textwrap
-from functools import cache
+import time
+from functools import cache, partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import timm
 import torch
@@ -30,8 +30,9 @@ from zerovision.models.build import BuiltModel, rebuild_model
 from zerovision.models.cnn_lstm import HAS_BF16
 from zerovision.models.dry_run import forward_failure
 from zerovision.models.ensemble import Ensemble
-from zerovision.models.weights_metadata import METADATA_KEY, Description, WrongMetadata
+from zerovision.models.weights_metadata import Description, Preprocessing, WrongMetadata
 from zerovision.training.base.errors import UserError
+from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 
 SMALL_MEMBERS = "basic_cnn,mobilenet"
@@ -80,13 +81,7 @@ def test_sizes_of_the_table(model_type, image_size):
 
 def test_vgg_sizes():
     module = build("vgg").module
-    assert [forward_failure(module, size, 2) is None for size in (28, 32, 64, 224, 512)] == [
-        False,
-        True,
-        True,
-        True,
-        True,
-    ]
+    assert [size for size in (28, 32, 64, 224, 512) if forward_failure(module, size, 2)] == [28]
     assert forward_failure(module, 512, 1 << 20) is None  # without data: such a batch would have 3 TB
 
 
@@ -107,12 +102,17 @@ def test_real_forward_head_and_a_rebuild_from_the_description(model_type):
     assert torch.equal(rebuilt.eval()(images), logits)
 
 
-@pytest.mark.parametrize("model_type", ["cnn_lstm", "ensemble"])
-def test_autocast_trains(model_type):
+@pytest.mark.parametrize(
+    ("model_type", "has_bf16"), [("cnn_lstm", HAS_BF16), ("cnn_lstm", False), ("ensemble", HAS_BF16)]
+)
+def test_autocast_trains_on_any_cpu(model_type, has_bf16, monkeypatch):
+    """For processors without AVX-512, oneDNN has no LSTM in bf16."""
+    monkeypatch.setattr("zerovision.models.cnn_lstm.HAS_BF16", has_bf16)
     module = build(model_type, ensemble_members="basic_cnn,cnn_lstm").module.train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = mean_cross_entropy(module(torch.randn(4, 3, 32, 32)).float(), torch.arange(4))
-    loss.backward()
+        logits = module(torch.randn(4, 3, 32, 32))
+    assert logits.dtype == torch.bfloat16 or model_type == "ensemble"
+    mean_cross_entropy(logits.float(), torch.arange(4)).backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.dtype == torch.float32 for p in module.parameters())
 
 
@@ -138,12 +138,6 @@ def test_sizes_off_the_usual_list_and_refused_at_creation():
     assert not works_in_timm("crossvit_tiny_240", 224, img_size=224)
     with pytest.raises(UserError, match=r"'timm:nest_tiny' does not work with 30-pixel .* use --image-size (32|64)"):
         build("timm:nest_tiny", image_size=30)
-
-
-def test_networks_with_a_fixed_input_size_are_made_for_ours():
-    built = build("timm:vit_tiny_patch16_224", image_size=64)
-    assert built.module(torch.randn(2, 3, 64, 64)).shape == (2, 5)
-    assert built.module.patch_embed.img_size == (64, 64)
 
 
 def test_one_image_per_batch_is_refused_where_batchnorm_needs_two():
@@ -211,10 +205,10 @@ def test_other_stems_stay(model_type, image_size):
     assert built.module(torch.randn(2, 3, image_size, image_size)).shape == (2, 5)
 
 
-@pytest.mark.parametrize("damage", [{"stem_stride_changed": {"head": [2, 1]}}, {"model_type": "nope"}, {"members": 3}])
-def test_a_damaged_description_is_refused(damage):
-    with pytest.raises((UserError, WrongMetadata)):
-        rebuild_model(Description.from_dict(build("mobilenet").description.to_dict() | damage))
+def test_a_damaged_description_is_refused():
+    """Others are in test_weights.py."""
+    with pytest.raises(WrongMetadata):
+        Description.from_dict(build("mobilenet").description.to_dict() | {"members": 3})
     with pytest.raises(WrongMetadata, match="has no metadata 'model_type'"):
         Description.from_dict({})
 
@@ -268,13 +262,10 @@ def test_our_own_dropout_is_a_fifth_or_what_is_asked_for(model_type):
         assert torch.equal(network(images), network(images)) == (expected == 0)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "named"),
-    [("airbench", "model 'airbench'"), ("timm:deepseek_vit_412m_enc", "model 'timm:deepseek_vit_412m_enc'")],
-)
-def test_dropout_of_a_model_that_has_none_is_refused(model_type, named):
-    with pytest.raises(UserError, match=rf"^--dropout 0.2: {named} does not support dropout: leave it out.$"):
-        build(model_type, dropout=0.2)
+def test_dropout_of_a_network_of_timm_that_has_none_is_refused():
+    said = r"^--dropout 0.2: model 'timm:deepseek_vit_412m_enc' does not support dropout: leave it out.$"
+    with pytest.raises(UserError, match=said):
+        build("timm:deepseek_vit_412m_enc", dropout=0.2)
 
 
 def highest_rates(network):
@@ -409,100 +400,90 @@ class RunsCode:
         return os.system, ("touch executed",)
 
 
-OF_TWO_CLASSES = {
-    "description": {
-        "model_type": SMALL_OF_TIMM,
-        "timm_name": "test_efficientnet",
-        "num_classes": 2,
-        "image_size": 32,
-        "members": [],
-        "stem_stride_changed": {},
-    },
-    "class_names": ["a", "b"],
-    "preprocessing": {
-        "image_size": 32,
-        "resize_size": None,
-        "mean": [0.5] * 3,
-        "std": [0.5] * 3,
-        "interpolation": "bilinear",
-    },
-    "extra": {},
+@cache
+def small_model() -> BuiltModel:
+    return build(SMALL_OF_TIMM)
+
+
+def without(state: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {other: tensor for other, tensor in state.items() if other != name}
+
+
+def save_with_names(class_names: object, state: dict[str, torch.Tensor], file: Path) -> None:
+    """Save weights with the metadata of a network of two classes, and these names of classes."""
+    preparation = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
+    facts = {"description": dataclasses.replace(small_model().description, num_classes=2), "preprocessing": preparation}
+    save_weights(file, state, class_names=class_names, **facts)
+
+
+CODE = "could run code is refused"
+# Files that do not fit the small network: what its line says, and what writes the file, given that network's weights.
+BAD_FILES = {
+    "missing": ("does not exist", lambda state, file: None),
+    "folder": ("is not a file", lambda state, file: file.mkdir()),
+    "empty": ("cannot be read", lambda state, file: file.write_bytes(b"")),
+    "text": ("neither safetensors nor", lambda state, file: file.write_text("not weights at all\n")),
+    "code": (CODE, lambda state, file: file.write_bytes(pickle.dumps(RunsCode(), protocol=2))),
+    "code of protocol 4": (CODE, lambda state, file: file.write_bytes(pickle.dumps(RunsCode(), protocol=4))),
+    "code in torch file": (CODE, lambda state, file: torch.save({"state_dict": RunsCode()}, file)),
+    "code beside arguments": (
+        r"\(asks for (posix|nt)\.system; a file that could run code is refused\)",
+        lambda state, file: torch.save({"model": state, "args": argparse.Namespace(x=RunsCode())}, file),
+    ),
+    "whole model": (
+        r"\(asks for \S+; a file that could run code is refused\)",
+        lambda state, file: torch.save(build("basic_cnn").module, file),
+    ),
+    "two networks": (
+        r"contains 2 such networks \('student\.', 'teacher\.'\): save the state_dict of one",
+        lambda state, file: torch.save(under("student.", state) | under("teacher.", state), file),
+    ),
+    "prefix of another model": (
+        r"1 tensors missing, 0 unexpected \(first missing 'bn1.weight'\)",
+        lambda state, file: torch.save(under("model.", without(state, "bn1.weight")), file),
+    ),
+    "prefix of some": (
+        rf"to a different model than '{SMALL_OF_TIMM}': \d+ tensors missing",
+        lambda state, file: torch.save(
+            {name if name.startswith("bn1") else f"module.{name}": tensor for name, tensor in state.items()}, file
+        ),
+    ),
+    "no tensors": ("has no state_dict", lambda state, file: torch.save({"epoch": 3}, file)),
+    "list": ("has no state_dict", lambda state, file: torch.save([1, 2], file)),
+    "names no text": ("has no state_dict", lambda state, file: torch.save({1: torch.zeros(1)}, file)),
+    "name of two lines": (
+        "0 tensors missing, 1 unexpected",
+        lambda state, file: save_file({**state, "a\nb": torch.zeros(1)}, file),
+    ),
+    "other model": (
+        rf"to a different model than '{SMALL_OF_TIMM}': \d+ tensors missing, \d+ unexpected \(first missing '",
+        lambda state, file: save_file(state_of(build("basic_cnn").module), file),
+    ),
+    "other shape": (
+        r"'conv_stem.weight' is \[24, 3, 5, 5\] there, \[24, 3, 3, 3\] here",
+        lambda state, file: save_file({**state, "conv_stem.weight": torch.zeros(24, 3, 5, 5)}, file),
+    ),
+    "narrow head": (
+        r"'classifier.weight' is \[5, 9\] there, \[5, 256\] here",
+        lambda state, file: save_file({**state, "classifier.weight": torch.zeros(5, 9)}, file),
+    ),
+    "one missing": (
+        "1 tensors missing, 0 unexpected .first missing 'bn1.weight'",
+        lambda state, file: save_file(without(state, "bn1.weight"), file),
+    ),
+    "class names": ("2 class names, but a head of 5 classes", partial(save_with_names, ["a", "b"])),
+    "class names no list": (
+        "has the metadata class_names 7: expected a list of names",
+        partial(save_with_names, 7),
+    ),
 }
 
 
-@cache
-def small_state() -> dict[str, torch.Tensor]:
-    return state_of(build(SMALL_OF_TIMM).module)
-
-
-def write_bad_file(kind: str, file: Path) -> None:
-    state = small_state()
-    writers = {
-        "missing": lambda: None,
-        "folder": file.mkdir,
-        "empty": lambda: file.write_bytes(b""),
-        "text": lambda: file.write_text("not weights at all\n"),
-        "code": lambda: file.write_bytes(pickle.dumps(RunsCode(), protocol=2)),
-        "code of protocol 4": lambda: file.write_bytes(pickle.dumps(RunsCode(), protocol=4)),
-        "code in torch file": lambda: torch.save({"state_dict": RunsCode()}, file),
-        "code beside arguments": lambda: torch.save({"model": state, "args": argparse.Namespace(x=RunsCode())}, file),
-        "whole model": lambda: torch.save(build("basic_cnn").module, file),
-        "two networks": lambda: torch.save(under("student.", state) | under("teacher.", state), file),
-        "prefix of another model": lambda: torch.save(
-            under("model.", {name: state[name] for name in state if name != "bn1.weight"}), file
-        ),
-        "prefix of some": lambda: torch.save(
-            {name if name.startswith("bn1") else f"module.{name}": tensor for name, tensor in state.items()}, file
-        ),
-        "no tensors": lambda: torch.save({"epoch": 3}, file),
-        "list": lambda: torch.save([1, 2], file),
-        "names no text": lambda: torch.save({1: torch.zeros(1)}, file),
-        "name of two lines": lambda: save_file({**state, "a\nb": torch.zeros(1)}, file),
-        "other model": lambda: save_file(state_of(build("basic_cnn").module), file),
-        "other shape": lambda: save_file({**state, "conv_stem.weight": torch.zeros(24, 3, 5, 5)}, file),
-        "narrow head": lambda: save_file({**state, "classifier.weight": torch.zeros(5, 9)}, file),
-        "one missing": lambda: save_file({k: v for k, v in state.items() if k != "bn1.weight"}, file),
-        "class names": lambda: save_file(state, file, metadata={METADATA_KEY: json.dumps(OF_TWO_CLASSES)}),
-        "class names no list": lambda: save_file(
-            state, file, metadata={METADATA_KEY: json.dumps(OF_TWO_CLASSES | {"class_names": 7})}
-        ),
-    }
-    writers[kind]()
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("missing", "does not exist"),
-        ("folder", "is not a file"),
-        ("empty", "cannot be read"),
-        ("text", "neither safetensors nor"),
-        ("code", "could run code is refused"),
-        ("code of protocol 4", "could run code is refused"),
-        ("code in torch file", "could run code is refused"),
-        ("code beside arguments", r"\(asks for (posix|nt)\.system; a file that could run code is refused\)"),
-        ("whole model", r"\(asks for \S+; a file that could run code is refused\)"),
-        ("two networks", r"contains 2 such networks \('student\.', 'teacher\.'\): save the state_dict of one"),
-        ("prefix of another model", r"1 tensors missing, 0 unexpected \(first missing 'bn1.weight'\)"),
-        ("prefix of some", rf"to a different model than '{SMALL_OF_TIMM}': \d+ tensors missing"),
-        ("no tensors", "has no state_dict"),
-        ("list", "has no state_dict"),
-        ("names no text", "has no state_dict"),
-        ("name of two lines", "0 tensors missing, 1 unexpected"),
-        (
-            "other model",
-            rf"to a different model than '{SMALL_OF_TIMM}': \d+ tensors missing, \d+ unexpected \(first missing '",
-        ),
-        ("other shape", r"'conv_stem.weight' is \[24, 3, 5, 5\] there, \[24, 3, 3, 3\] here"),
-        ("narrow head", r"'classifier.weight' is \[5, 9\] there, \[5, 256\] here"),
-        ("one missing", "1 tensors missing, 0 unexpected .first missing 'bn1.weight'"),
-        ("class names", "2 class names, but a head of 5 classes"),
-        ("class names no list", "has the metadata class_names 7: expected a list of names"),
-    ],
-)
-def test_bad_weights_files_are_refused_in_one_line(tmp_path, monkeypatch, kind, message, recwarn):
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_weights_files_are_refused_in_one_line(tmp_path, monkeypatch, kind, recwarn):
     monkeypatch.chdir(tmp_path)
-    write_bad_file(kind, tmp_path / "weights")
+    message, write = BAD_FILES[kind]
+    write(state_of(small_model().module), tmp_path / "weights")
     with pytest.raises(UserError, match=message) as caught:
         build(SMALL_OF_TIMM, weights="weights")
     assert "\n" not in str(caught.value)
@@ -522,49 +503,30 @@ def test_truncated_and_flipped_files_never_escape(tmp_path, suffix):
             build("basic_cnn", weights=str(file))
 
 
-BUILD_FINETUNED = """
-    import os, sys, time
-    from tests.kit import new_model
-    from zerovision.training.base.errors import UserError
-    for prepared in (None, sys.argv[1]):
-        if prepared:
-            os.rename(prepared, os.path.join(os.environ["HF_HOME"], "hub"))
-        started = time.perf_counter()
-        try:
-            built = new_model("mobilenet_finetuned", num_classes=5, image_size=32)
-            print(built.notes, built.module.conv_stem.stride, float(built.module.conv_stem.weight.detach().sum()))
-        except UserError as error:
-            print(f"UserError: {error}")
-            print(time.perf_counter() - started)
-"""
-
-
-def test_pretrained_weights_come_from_the_hubs_cache_and_without_them_the_refusal_is_quick(tmp_path):
+def test_pretrained_weights_come_from_the_hubs_cache_and_without_them_the_refusal_is_quick(tmp_path, monkeypatch):
+    nobody = "http://127.0.0.1:9"
+    template = f"{nobody}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    facts = {"ENDPOINT": nobody, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(tmp_path)}
+    for name, value in facts.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    started = time.perf_counter()
+    said = r"^the pretrained weights of timm's mobilenetv3_small_100 could not be loaded"
+    with pytest.raises(UserError, match=said) as caught:
+        build("mobilenet_finetuned")
+    assert time.perf_counter() - started < 10
+    assert all(words in str(caught.value) for words in ("--weights FILE", "--model-type mobilenet "))
     repository = "models--" + timm.get_pretrained_cfg("mobilenetv3_small_100").hf_hub_id.replace("/", "--")
-    (tmp_path / "home").mkdir()
-    snapshot = tmp_path / "hub" / repository / "snapshots" / ("0" * 40)
-    (tmp_path / "hub" / repository / "refs").mkdir(parents=True)
-    (tmp_path / "hub" / repository / "refs" / "main").write_text("0" * 40)
+    snapshot = tmp_path / repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
+    (tmp_path / repository / "refs").mkdir()
+    (tmp_path / repository / "refs" / "main").write_text("0" * 40)
     state = state_of(timm.create_model("mobilenetv3_small_100"))
     save_file(state, snapshot / "model.safetensors")
-    unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "TORCH_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BUILD_FINETUNED), str(tmp_path / "hub")],
-        env={**os.environ, **unreachable},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=Path(__file__).parents[2],
-    )
-    message, seconds, shown = done.stdout.strip().split("\n")
-    assert message.startswith("UserError: the pretrained weights of timm's mobilenetv3_small_100 could not be loaded")
-    assert "--weights FILE" in message
-    assert "--model-type mobilenet " in message
-    assert float(seconds) < 10
-    assert "head replaced: 1000 -> 5 classes" in shown, done.stderr
-    assert "(1, 1)" in shown
-    assert float(shown.rsplit(" ", 1)[1]) == pytest.approx(state["conv_stem.weight"].sum().item(), rel=1e-4)
+    built = build("mobilenet_finetuned")
+    assert any("head replaced: 1000 -> 5 classes" in note for note in built.notes)
+    assert built.module.conv_stem.stride == (1, 1)
+    assert torch.equal(built.module.conv_stem.weight, state["conv_stem.weight"])
 
 
 # --- recomputed activations ------------------------------------------------------------------------------------
@@ -646,15 +608,3 @@ def test_airbench_has_the_published_size_and_work():
     with FlopCounterMode(display=False) as counter:
         module(torch.zeros(1, 3, 32, 32)).sum().backward()
     assert counter.get_total_flops() == pytest.approx(3.6e14 / (9.9 * 50_000), rel=0.05)
-
-
-@pytest.mark.parametrize("has_bf16", [HAS_BF16, False])
-def test_the_lstm_is_trained_under_autocast_on_any_cpu(has_bf16, monkeypatch):
-    """oneDNN has none in bf16 for processors without AVX-512."""
-    monkeypatch.setattr("zerovision.models.cnn_lstm.HAS_BF16", has_bf16)
-    module = build("cnn_lstm").module.train()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = module(torch.randn(2, 3, 32, 32))
-    assert logits.dtype == torch.bfloat16
-    logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in module.parameters())

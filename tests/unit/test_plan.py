@@ -32,11 +32,12 @@ JOB = PlannedJob(
 )
 
 
-def with_memory(memory_bytes, config=JOB.config):
-    gpu = dataclasses.replace(JOB.machine.gpu, memory_bytes=memory_bytes)
-    job = dataclasses.replace(JOB, config=config, machine=dataclasses.replace(JOB.machine, gpu=gpu))
-    job.__dict__["workload"] = JOB.workload  # counted once
-    return job
+def with_memory(job, memory_bytes, **changes):
+    """Return the job on GPUs of so many bytes."""
+    gpu = dataclasses.replace(job.machine.gpu, memory_bytes=memory_bytes)
+    found = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=gpu), **changes)
+    found.__dict__["workload"] = job.workload  # counted once
+    return found
 
 
 def ladder(config=JOB.config):
@@ -53,7 +54,7 @@ def test_the_first_rung_that_fits_is_chosen():
     peaks = [evaluate(JOB, config).memory.peak for config in configs]
     assert len(configs) >= 8
     for memory in sorted(peaks):
-        chosen, rungs = recommend(with_memory(memory))
+        chosen, rungs = recommend(with_memory(JOB, memory))
         first = next(place for place, peak in enumerate(peaks) if peak <= memory)
         assert chosen.config == configs[first]
         assert len(rungs) == first
@@ -62,23 +63,21 @@ def test_the_first_rung_that_fits_is_chosen():
 def test_what_fits_nowhere_is_one_line_with_what_does():
     fsdp = dataclasses.replace(JOB.config, engine="torch")  # DeepSpeed's buckets would not become smaller with images
     least = min(evaluate(JOB, config).memory.peak for config in ladder(fsdp))
-    job = with_memory(least - 1, fsdp)
-    with pytest.raises(UserError) as caught:
-        recommend(job)
-    said = str(caught.value)
-    assert re.search(r"does not fit on 8 x h100-80gb: .* The nearest settings that work: --gpu rtx3060", said)
-    assert "--image-size 112" in said
+    said = r"does not fit on 8 x h100-80gb: .* The nearest settings that work: --gpu rtx3060"
+    with pytest.raises(UserError, match=said) as caught:
+        recommend(with_memory(JOB, least - 1, config=fsdp))
+    assert "--image-size 112" in str(caught.value)
 
 
 def test_another_engine_is_taken_where_the_default_one_does_not_fit():
     config = dataclasses.replace(JOB.config, engine="auto")
-    job = with_memory(80 * 10**9, config)
+    job = with_memory(JOB, 80 * 10**9, config=config)
     found = [evaluate(job, each) for each in engines_of(job, config)]
     assert {option.engine for option in found} == {"deepspeed", "torch"}
-    assert recommend(with_memory(found[0].memory.peak, config))[0].engine == found[0].engine
+    assert recommend(with_memory(JOB, found[0].memory.peak, config=config))[0].engine == found[0].engine
     least = min(found, key=lambda option: option.memory.peak)
     assert least.memory.peak < found[0].memory.peak
-    chosen, rungs = recommend(job := with_memory(least.memory.peak, config))
+    chosen, rungs = recommend(job := with_memory(JOB, least.memory.peak, config=config))
     assert (chosen.engine, rungs) == (least.engine, [])
     assert f"; --engine {found[0].engine} would need {format_bytes(found[0].memory.peak)}" in reason(job, chosen, [])
 
@@ -90,9 +89,7 @@ def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
     found = options(job)
     assert {option.engine for option in found} == {"torch"}
     for memory in (80 * 10**9, min(option.memory.peak for option in found if option.plan.zero_stage == 1) - 1):
-        gpu = dataclasses.replace(job.machine.gpu, memory_bytes=memory)
-        smaller = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=gpu))
-        chosen, rungs = recommend(smaller)
+        chosen, rungs = recommend(smaller := with_memory(job, memory))
         launch = command_of(smaller, chosen)[1:]
         config = check_training(read_arguments(Path(launch[0]).name, launch[1:], {}).training)
         assert (config.optimizer, config.engine) == (name, chosen.config.engine)
@@ -138,19 +135,19 @@ def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
 def test_the_batch_that_fills_the_gpu():
     """No multiple of 8 images more fits into 90 %; where the planned ones fill it already, these are the answer."""
     config = dataclasses.replace(JOB.config, engine="torch", gradient_accumulation_steps=2)
-    job = with_memory(8 * 10**9, config)
+    job = with_memory(JOB, 8 * 10**9, config=config)
     filled = filling_batch(job, chosen := evaluate(job, config))
     assert (filled.config.batch_size % 8, filled.config.gradient_accumulation_steps) == (0, 1)
     more = dataclasses.replace(filled.config, batch_size=filled.config.batch_size + 8)
     assert chosen.memory.peak < filled.memory.peak <= 0.9 * 8e9 < evaluate(job, more).memory.peak
-    flat = with_memory(8 * 10**9, dataclasses.replace(config, batch_size=1, engine="torch"))
+    flat = with_memory(JOB, 8 * 10**9, config=dataclasses.replace(config, batch_size=1))
     flat.__dict__["workload"] = dataclasses.replace(JOB.workload, whole_bytes=4 * 10**9)
     peaks = [evaluate(flat, dataclasses.replace(flat.config, batch_size=size)).memory.peak for size in (1, 4)]
     assert peaks[0] == peaks[1], "the start of the process needs the most, whatever the images"
     filled = filling_batch(flat, evaluate(flat, flat.config))
     more = dataclasses.replace(filled.config, batch_size=filled.config.batch_size + 8)
     assert filled.memory.peak <= 0.9 * 8e9 < evaluate(flat, more).memory.peak
-    full = with_memory(int(chosen.memory.peak / 0.95), config)
+    full = with_memory(JOB, int(chosen.memory.peak / 0.95), config=config)
     assert filling_batch(full, chosen) is chosen
     assert describe_filling(full, chosen, chosen).startswith("--batch-size 16 does")
 
@@ -177,10 +174,8 @@ def test_the_answer_is_written_as_people_do(words, capsys):
 def test_batchnorm_is_named_where_there_is_one(model, sees):
     words = [f"--model-type={model}", "--gpu=8gb", "--image-size=224", "--engine=torch", "--batch-size=64"]
     job, _ = job_of(read(words))
-    short = dataclasses.replace(job.machine.gpu, memory_bytes=evaluate(job, job.config).memory.peak - 1)
-    smaller = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=short))
-    chosen, rungs = recommend(smaller)
-    why = reason(smaller, chosen, rungs)
+    smaller = with_memory(job, evaluate(job, job.config).memory.peak - 1)
+    why = reason(smaller, *recommend(smaller))
     assert "--batch-size=32" in why
     assert ("BatchNorm sees 32 at a time" in why) is sees is ("BatchNorm" in why)
 
@@ -190,8 +185,7 @@ def test_offload_says_what_it_takes_of_the_host():
     words = ["--model-type=basic_cnn", "--gpu=80gb", "--num-gpus=8", "--gpus-per-node=4", "--image-size=64"]
     job, _ = job_of(read([*words, "--strategy=fsdp_stage2", "--offload=optimizer"]))
     chosen, rungs = recommend(job)
-    host = 4 * chosen.memory.offloaded
-    assert host > 0
+    assert (host := 4 * chosen.memory.offloaded) > 0
     assert f"and {format_bytes(host)} of each machine's own memory for offloaded state" in reason(job, chosen, rungs)
 
 
@@ -261,10 +255,8 @@ def test_a_run_predicts_what_the_planner_does(words, engine, has_gpus):
     asked = ["--num-gpus=8", "--gpus-per-node=4", *(["--gpu=h100"] if has_gpus else [])]
     job, _ = job_of(read([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words]))
     config = dataclasses.replace(job.config, image_channels=3)
-    memory = evaluate(job, job.config).memory
-    assert predicted_tensors(RunFacts(config, job.classes, 64, 8, 4, has_gpus), [job.config]) == [memory.tensors]
-    if has_gpus:  # what is measured there: tensors, without the context
-        assert memory.tensors < memory.peak
+    tensors = evaluate(job, job.config).memory.tensors  # what is measured on a GPU, without the context
+    assert predicted_tensors(RunFacts(config, job.classes, 64, 8, 4, has_gpus), [job.config]) == [tensors]
 
 
 def test_ranks_that_compute_layers_together_divide_weights_gradients_moments_and_activations():

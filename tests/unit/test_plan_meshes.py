@@ -7,6 +7,7 @@ import re
 import shlex
 
 import pytest
+from test_plan import with_memory
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.planning import run_workload
@@ -75,13 +76,6 @@ def test_members_of_an_ensemble_are_dealt_out():
     assert two.memory.peak < one.memory.peak
 
 
-def with_memory(job, memory_bytes):
-    gpu = dataclasses.replace(job.machine.gpu, memory_bytes=memory_bytes)
-    found = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=gpu))
-    found.__dict__["workload"] = JOB.workload  # counted once
-    return found
-
-
 def test_a_mesh_is_taken_when_nothing_else_fits():
     """What fits with ddp keeps it; what is printed is what the trainer takes, with as many images in an update."""
     config = dataclasses.replace(CONFIG, pipeline_parallel=4, batch_size=4, gradient_accumulation_steps=16)
@@ -100,7 +94,7 @@ def test_what_its_weights_do_not_fit_is_told_without_counting_activations(monkey
     """But for those of the smallest settings, which the answer names; each takes seconds of a model of a billion."""
     counted = []
     monkeypatch.setattr(run_workload, "activations", lambda *words, **more: counted.append(words) or NO_ACTIVATIONS)
-    job = with_memory(dataclasses.replace(JOB, config=dataclasses.replace(CONFIG, batch_size=32)), 3_000_000)
+    job = with_memory(JOB, 3_000_000, config=dataclasses.replace(CONFIG, batch_size=32))
     with pytest.raises(UserError, match=r"1 image and all memory savings\. The nearest settings that work: --gpu"):
         recommend(job)
     assert 0 < len(counted) <= 3
