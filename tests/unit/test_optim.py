@@ -28,6 +28,14 @@ from zerovision.training.recipe.schedule import SCHEDULES, build_schedule, sched
 CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
 
 
+def schedule_of(*, steps_per_epoch=5, global_batch=32, head_epochs=0, **changes):
+    return build_schedule(dataclasses.replace(CONFIG, **changes), steps_per_epoch, global_batch, head_epochs)
+
+
+def rule_of(module, **changes):
+    return build_optimizer(module, dataclasses.replace(CONFIG, **changes), [], discriminative=False)
+
+
 def rates(schedule, steps):
     return [schedule.learning_rate(step) for step in range(steps)]
 
@@ -47,7 +55,8 @@ def rates_of_pytorch(*parts, steps=50):
 
 
 WARM_UP = (10, "LinearLR", {"start_factor": 0.1, "total_iters": 9})
-STABLE = {"factor": 1.0, "total_iters": 0}
+CONSTANT = ("ConstantLR", {"factor": 1.0, "total_iters": 0})
+STABLE = (25, *CONSTANT)
 ENDED = {"lr_lambda": lambda _step: 0.0}
 
 
@@ -57,50 +66,30 @@ ENDED = {"lr_lambda": lambda _step: 0.0}
         ({}, [WARM_UP, (40, "CosineAnnealingLR", {"T_max": 40})]),
         ({"cooldown_epochs": 2}, [WARM_UP, (30, "CosineAnnealingLR", {"T_max": 30}), (10, "LambdaLR", ENDED)]),
         ({"schedule": "linear"}, [WARM_UP, (40, "LinearLR", {"start_factor": 1, "end_factor": 0, "total_iters": 40})]),
-        (
-            {"schedule": "polynomial:2"},
-            [WARM_UP, (40, "PolynomialLR", {"power": 2.0, "total_iters": 40})],
-        ),
-        ({"schedule": "constant"}, [WARM_UP, (40, "ConstantLR", STABLE)]),
+        ({"schedule": "polynomial:2"}, [WARM_UP, (40, "PolynomialLR", {"power": 2.0, "total_iters": 40})]),
+        ({"schedule": "constant"}, [WARM_UP, (40, *CONSTANT)]),
         (
             {"schedule": "step:5,3.2,9:0.5", "warmup_epochs": 0},
             [(50, "MultiStepLR", {"milestones": [16, 25, 45], "gamma": 0.5})],
         ),
-        (
-            {"schedule": "step:3", "warmup_epochs": 0},
-            [(50, "StepLR", {"step_size": 15, "gamma": 0.1})],
-        ),
+        ({"schedule": "step:3", "warmup_epochs": 0}, [(50, "StepLR", {"step_size": 15, "gamma": 0.1})]),
         (
             {"schedule": "wsd:3:linear"},
-            [
-                WARM_UP,
-                (25, "ConstantLR", STABLE),
-                (15, "LinearLR", {"start_factor": 1, "end_factor": 0, "total_iters": 15}),
-            ],
+            [WARM_UP, STABLE, (15, "LinearLR", {"start_factor": 1, "end_factor": 0, "total_iters": 15})],
         ),
         (
             {"schedule": "wsd:auto:cosine", "cooldown_epochs": 1},  # a fifth of the run
-            [
-                WARM_UP,
-                (25, "ConstantLR", STABLE),
-                (10, "CosineAnnealingLR", {"T_max": 10}),
-                (5, "LambdaLR", ENDED),
-            ],
+            [WARM_UP, STABLE, (10, "CosineAnnealingLR", {"T_max": 10}), (5, "LambdaLR", ENDED)],
         ),
         (
             {"schedule": "wsd", "warmup_epochs": 0},
-            [
-                (40, "ConstantLR", STABLE),
-                (10, "LambdaLR", {"lr_lambda": lambda step: 1 - (step / 10) ** 0.5}),
-            ],
+            [(40, *CONSTANT), (10, "LambdaLR", {"lr_lambda": lambda step: 1 - (step / 10) ** 0.5})],
         ),
     ],
 )
 def test_equals_pytorchs_schedulers(changes, oracle):
-    config = dataclasses.replace(CONFIG, **changes)
-    schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
     expected = rates_of_pytorch(*oracle)
-    assert rates(schedule, 50) == pytest.approx(expected, abs=1e-9)
+    assert rates(schedule_of(**changes), 50) == pytest.approx(expected, abs=1e-9)
     assert len({*expected}) > 3
 
 
@@ -111,21 +100,19 @@ def test_the_decay_of_wsd_begins_where_the_check_says(cooldown):
         check_config(config, FLAG_OF)
     given = dataclasses.replace(config, schedule=str(caught.value).partition("use ")[2].rstrip("."))
     assert check_config(given, FLAG_OF) == given
-    assert build_schedule(given, steps_per_epoch=5, global_batch=32, head_epochs=0).stable_steps == 35
+    assert schedule_of(schedule=given.schedule, cooldown_epochs=cooldown).stable_steps == 35
 
 
 def test_a_cooldown_right_after_the_warm_up_is_at_the_final_rate():
-    config = dataclasses.replace(CONFIG, warmup_epochs=4.0, cooldown_epochs=6.0, final_learning_rate_scale=0.25)
-    schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
+    schedule = schedule_of(warmup_epochs=4.0, cooldown_epochs=6.0, final_learning_rate_scale=0.25)
     assert schedule.learning_rate(19) == pytest.approx(0.1)
     assert rates(schedule, 50)[20:] == pytest.approx([0.025] * 30)
 
 
 @pytest.mark.parametrize("changes", [{"schedule": name} for name in SCHEDULES] + [{"cooldown_epochs": 3.0}])
 def test_every_schedule_is_positive_and_ends_where_it_is_told(changes):
-    config = dataclasses.replace(CONFIG, final_learning_rate_scale=0.25, **changes)
-    schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
-    end = {"step": 0.01 * 0.1, "constant": 0.1}.get(config.schedule, 0.025)
+    schedule = schedule_of(final_learning_rate_scale=0.25, **changes)
+    end = {"step": 0.01 * 0.1, "constant": 0.1}.get(changes.get("schedule"), 0.025)
     assert schedule.learning_rate(50) == pytest.approx(end)
     assert max(rates(schedule, 50)) == pytest.approx(0.1)
     assert min(rates(schedule, 60)) >= min(end, 0.01) * 0.999
@@ -144,33 +131,31 @@ def test_every_schedule_is_positive_and_ends_where_it_is_told(changes):
 )
 def test_the_warm_up_is_an_epoch_but_at_most_a_tenth_of_the_run_unless_given(given, epochs, steps_per_epoch, steps):
     assert TrainConfig().warmup_epochs == "auto"
-    config = dataclasses.replace(CONFIG, epochs=epochs, warmup_epochs=given)
-    assert build_schedule(config, steps_per_epoch, global_batch=32, head_epochs=0).warmup_steps == steps
+    schedule = schedule_of(epochs=epochs, warmup_epochs=given, steps_per_epoch=steps_per_epoch)
+    assert schedule.warmup_steps == steps
 
 
 @pytest.mark.parametrize(
-    ("changes", "steps"),
+    ("model_type", "rate", "warmup_epochs", "epochs", "steps_per_epoch", "steps"),
     [
-        ({"model_type": "mobilenet", "learning_rate": 0.003}, 50),
-        ({"model_type": "mobilenet", "learning_rate": 0.003, "epochs": 30}, 60),
-        ({"model_type": "mobilenet", "learning_rate": 0.003, "warmup_epochs": 0}, 0),
-        ({"model_type": "mobilenet", "learning_rate": 0.001}, 8),
-        ({"model_type": "basic_cnn", "learning_rate": 0.003}, 8),
+        ("mobilenet", 0.003, "auto", 4, 20, 50),
+        ("mobilenet", 0.003, "auto", 30, 60, 60),
+        ("mobilenet", 0.003, 0, 4, 20, 0),
+        ("mobilenet", 0.001, "auto", 4, 20, 8),
+        ("basic_cnn", 0.003, "auto", 4, 20, 8),
     ],
 )
-def test_a_networks_own_high_rate_is_warmed_up_to_in_50_steps_also_if_the_run_is_short(changes, steps):
+def test_a_networks_own_high_rate_is_warmed_up_to_in_50_steps_also_if_the_run_is_short(
+    model_type, rate, warmup_epochs, epochs, steps_per_epoch, steps
+):
     """Without that a training on 14 images diverges: the first steps throw mobilenet off."""
-    config = dataclasses.replace(TrainConfig(epochs=4), **changes)
-    assert (
-        build_schedule(config, 20 if "epochs" not in changes else 60, global_batch=32, head_epochs=0).warmup_steps
-        == steps
-    )
+    changes = {"model_type": model_type, "learning_rate": rate, "warmup_epochs": warmup_epochs, "epochs": epochs}
+    assert schedule_of(steps_per_epoch=steps_per_epoch, **changes).warmup_steps == steps
 
 
 @pytest.mark.parametrize(("warmup_epochs", "noted"), [(2, True), (1, False), ("auto", False)])
 def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
-    config = dataclasses.replace(CONFIG, epochs=2, warmup_epochs=warmup_epochs)
-    notes = schedule_notes(build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0))
+    notes = schedule_notes(schedule_of(epochs=2, warmup_epochs=warmup_epochs))
     assert [note.startswith("the learning rate warms up in 10 of 10 steps") for note in notes] == [True] * noted
 
 
@@ -186,19 +171,17 @@ def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
     ],
 )
 def test_decays_after_the_end_of_the_run_are_noted(schedule, note):
-    config = dataclasses.replace(CONFIG, epochs=20, schedule=schedule)
-    notes = schedule_notes(build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0))
+    notes = schedule_notes(schedule_of(epochs=20, schedule=schedule))
     assert [found[: len(note or "")] for found in notes] == [note] * (note is not None)
 
 
 def test_linear_scaling_only_where_asked_for():
-    scaled = dataclasses.replace(CONFIG, base_batch_size=256)
-    assert build_schedule(scaled, 5, global_batch=1024, head_epochs=0).peak == pytest.approx(0.4)
-    assert build_schedule(CONFIG, 5, global_batch=1024, head_epochs=0).peak == 0.1
+    assert schedule_of(base_batch_size=256, global_batch=1024).peak == pytest.approx(0.4)
+    assert schedule_of(global_batch=1024).peak == 0.1
 
 
 def test_the_backbone_is_frozen_in_the_head_epochs():
-    schedule = build_schedule(CONFIG, steps_per_epoch=5, global_batch=32, head_epochs=3)
+    schedule = schedule_of(head_epochs=3)
     assert [schedule.group_learning_rate(step, 0.1, is_backbone=True) for step in range(15)] == [0.0] * 15
     rate = schedule.group_learning_rate(15, 0.1, is_backbone=True)
     assert rate == pytest.approx(0.1 * schedule.learning_rate(15))
@@ -218,13 +201,7 @@ def test_groups_tell_decay_and_head():
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     head = {"3.weight", "3.bias"}
     optimizer = build_optimizer(module, CONFIG, head, discriminative=True)
-    found = {
-        name: (group["weight_decay"], group["rate_scale"])
-        for group in optimizer.param_groups
-        for name, parameter in module.named_parameters()
-        if any(parameter is member for member in group["params"])
-    }
-    assert found == {
+    assert settings_of(module, optimizer, "rate_scale") == {
         "0.weight": (0.05, 0.1),
         "0.bias": (0.0, 0.1),
         "1.weight": (0.0, 0.1),
@@ -236,29 +213,11 @@ def test_groups_tell_decay_and_head():
     assert {group["rate_scale"] for group in same_rate.param_groups} == {1.0}
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
-def test_the_created_state_is_what_the_rule_itself_creates_in_its_first_step(name):
-    module = nn.Linear(3, 2)
-    optimizer = build_optimizer(module, dataclasses.replace(CONFIG, optimizer=name), [], discriminative=False)
-    create_state(optimizer, module.parameters())
-    created = {p: dict(state) for p, state in optimizer.state.items()}
-    assert all(not value.any() for state in created.values() for value in state.values())
-    optimizer.state.clear()
-    module(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    for parameter, state in optimizer.state.items():
-        assert created[parameter].keys() == state.keys()
-        assert set(moment_kinds(optimizer)) == state.keys() - {"step"}
-        for kind, value in state.items():
-            ours = created[parameter][kind]
-            assert (ours.shape, ours.dtype, ours.device) == (value.shape, value.dtype, value.device)
-
-
 def test_a_fused_rule_counts_beside_its_weights_and_the_others_on_the_cpu():
     """The fused kernels of a GPU read the count there; a CPU has no second place, so 'meta' stands for the GPU."""
     module = nn.Linear(3, 2, device="meta")
     for name, place, moment in (("adamw", "meta", "exp_avg"), ("rmsprop", "cpu", "square_avg")):
-        optimizer = build_optimizer(module, dataclasses.replace(CONFIG, optimizer=name), [], discriminative=False)
+        optimizer = rule_of(module, optimizer=name)
         create_state(optimizer, module.parameters())
         assert {state["step"].device.type for state in optimizer.state.values()} == {place}
         assert {state[moment].device.type for state in optimizer.state.values()} == {"meta"}
@@ -266,20 +225,19 @@ def test_a_fused_rule_counts_beside_its_weights_and_the_others_on_the_cpu():
 
 def test_sgd_without_momentum_keeps_nothing():
     module = nn.Linear(3, 2)
-    config = dataclasses.replace(CONFIG, optimizer="sgd", momentum=0.0)
-    optimizer = build_optimizer(module, config, [], discriminative=False)
+    optimizer = rule_of(module, optimizer="sgd", momentum=0.0)
     create_state(optimizer, module.parameters())
     assert moment_kinds(optimizer) == ()
     assert [*optimizer.state.values()] == [{}, {}]
     before = module.bias.detach().clone()
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    torch.testing.assert_close(before - module.bias, torch.full((2,), config.learning_rate))
+    torch.testing.assert_close(before - module.bias, torch.full((2,), 0.1))
 
 
 def test_the_count_of_updates_reaches_adams_bias_correction():
     whole, split = nn.Linear(3, 2), nn.Linear(3, 2)
-    rules = [build_optimizer(module, CONFIG, [], discriminative=False) for module in (whole, split)]
+    rules = [rule_of(module) for module in (whole, split)]
     for module, rule in zip((whole, split), rules, strict=True):
         create_state(rule, module.parameters())
         nn.init.ones_(module.weight), nn.init.ones_(module.bias)
@@ -293,7 +251,6 @@ def test_the_count_of_updates_reaches_adams_bias_correction():
     assert moved[1] / moved[0] == pytest.approx(factor[1] / factor[0], rel=1e-3)
 
 
-LAYER_GROUPS_CONFIG = TrainConfig(learning_rate=0.1, weight_decay=0.3)
 VIT, MOBILENET = "vit_tiny_patch16_224", "mobilenetv3_small_100"
 
 
@@ -313,8 +270,7 @@ def settings_of(module: nn.Module, optimizer: torch.optim.Optimizer, rate: str) 
 
 
 def ours(module: nn.Module, **changes: object) -> dict[str, tuple[float, float]]:
-    config = dataclasses.replace(LAYER_GROUPS_CONFIG, **changes)
-    return settings_of(module, build_optimizer(module, config, [], discriminative=False), "rate_scale")
+    return settings_of(module, rule_of(module, weight_decay=0.3, **changes), "rate_scale")
 
 
 @pytest.mark.parametrize("layer_decay", [1.0, 0.75])
@@ -339,7 +295,7 @@ def test_position_embeddings_decay_unless_the_model_is_asked():
 
 def test_the_head_learns_at_the_full_rate_and_a_backbone_at_its_share_of_each_layers():
     module = make_model(VIT)
-    config = dataclasses.replace(LAYER_GROUPS_CONFIG, layer_decay=0.5, backbone_learning_rate_scale=0.1)
+    config = dataclasses.replace(CONFIG, layer_decay=0.5, backbone_learning_rate_scale=0.1)
     optimizer = build_optimizer(module, config, {"head.weight", "head.bias"}, discriminative=True)
     found, alone = settings_of(module, optimizer, "rate_scale"), ours(module, layer_decay=0.5)
     for name, (_, scale) in found.items():
@@ -361,9 +317,8 @@ def test_a_model_without_layers_or_of_which_one_is_trained_is_refused():
     only_head = BasicCNN(5, 3)
     only_head.blocks.requires_grad_(False)
     for model in (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), only_head):
-        with pytest.raises(UserError, match=r"^--layer-decay 0.75: only one layer of \w+ is trained") as caught:
+        with pytest.raises(UserError, match=r"^--layer-decay 0.75: only one layer of \w+ is trained[^\n]*$"):
             ours(model, layer_decay=0.75)
-        assert "\n" not in str(caught.value)
     assert ours(BasicCNN(5, 3), no_weight_decay="model") == ours(BasicCNN(5, 3))
 
 
