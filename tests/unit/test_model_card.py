@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -65,10 +64,8 @@ def run(tmp_path: Path) -> Path:
     write_json(tmp_path / "config.json", dataclasses.asdict(CONFIG))
     (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
     write_lines(tmp_path, end(40, 1.0) | {"images_per_second": 310.4})
-    preprocessing = Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)
-    save_built(
-        tmp_path / "model.safetensors", built, class_names=names, preprocessing=preprocessing, extra={"epoch": 3}
-    )
+    facts = {"class_names": names, "preprocessing": Preprocessing(32, None, mean=(0.5,) * 3, std=(0.5,) * 3)}
+    save_built(tmp_path / "model.safetensors", built, **facts, extra={"epoch": 3})
     recorder = OneLabel(2).recorder()
     logits, labels = torch.tensor([[2.0, 0.0], [0.5, 1.0], [1.0, 0.0]]), torch.tensor([0, 1, 1])
     recorder.add(logits, labels, torch.ones(3), torch.arange(3))
@@ -94,15 +91,14 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
     assert data["pipeline_tag"] == "image-classification"
     assert (data["library_name"], data["license"], data["license_name"]) == ("timm", "other", "to-be-filled-in")
     assert "zerovision, which trained it, is under the Apache License 2.0" in card.text, "its own, not the weights'"
-    results = {
-        one.metric_name: (one.metric_value, one.dataset_name, one.dataset_split) for one in card.data.eval_results
-    }
-    assert results["top-1"] == (pytest.approx(2 / 3), "my photos", "val")
+    results = {one.metric_name: one for one in card.data.eval_results}
+    found = results["top-1"]
+    assert (found.metric_value, found.dataset_name, found.dataset_split) == (pytest.approx(2 / 3), "my photos", "val")
     assert "mAP" not in results
     path = run / "evaluation" / "scores.json"
     write_json(path, json.loads(path.read_text()) | {"map": 0.75})
-    found = {one.metric_name: one.metric_value for one in ModelCard.load(write_model_card(run)).data.eval_results}
-    assert found["mAP"] == 0.75
+    results = {one.metric_name: one for one in ModelCard.load(write_model_card(run)).data.eval_results}
+    assert results["mAP"].metric_value == 0.75
     assert "| top-1 | 66.67 % [20.77, 93.85] |" in card.text
     assert "top-5" not in card.text, "of few classes it says nothing"
     assert "which was chosen for its top-1 on these" in card.text
@@ -131,23 +127,13 @@ def test_a_calibration_is_in_the_card(run: Path):
         assert ("90.00 % of those images are not rejected, and 75.00 % of them are right." in text) == is_told
 
 
-def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch):
-    write_model_card(run)
-    code = re.search(r"```python\n(.*?)```", (run / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    monkeypatch.chdir(run)
-    names: dict = {}
-    exec(code[1], names)
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        assert torch.equal(names["model"](images), load_model(run / "model.safetensors")[0](images))
-
-
-def test_the_code_for_timm_names_the_size_of_a_vision_transformer(run: Path, monkeypatch):
-    built = new_model("timm:test_vit", num_classes=2, image_size=32)
+@pytest.mark.parametrize("model", ["mobilenet", "timm:test_vit"])
+def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch, model: str):
+    """Of a vision transformer it names the size."""
+    built = new_model(model, num_classes=2, image_size=32)
     _, metadata = load_model(run / "model.safetensors")
-    facts = {key: metadata[key] for key in ("class_names", "preprocessing", "extra")}
-    weights = run / "model.safetensors"
-    save_built(weights, built, **facts)
+    facts = metadata | {"description": built.description}
+    save_weights(run / "model.safetensors", built.module.state_dict(), **facts)
     code = re.search(r"```python\n(.*?)```", write_model_card(run).read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(run)
     exec(code[1], names := {})
@@ -158,20 +144,22 @@ def test_the_code_for_timm_names_the_size_of_a_vision_transformer(run: Path, mon
 
 def test_a_class_named_in_bytes_that_are_no_text_is_in_the_card(run: Path):
     module, metadata = load_model(run / "model.safetensors")
-    facts = {key: metadata[key] for key in ("description", "preprocessing", "extra")}
-    save_weights(run / "model.safetensors", module.state_dict(), class_names=["cat", "caf\udce9"], **facts)
+    save_weights(run / "model.safetensors", module.state_dict(), **metadata | {"class_names": ["cat", "caf\udce9"]})
     assert b"caf\xe9" in write_model_card(run).read_bytes()
 
 
+def repeated(words: list[str]) -> TrainConfig:
+    """Return the configuration of a launcher's command."""
+    _, _, model, strategy, _, batch, epochs, *flags = words
+    given = ["--model-type", model, "--strategy", strategy, "--batch-size", batch, "--epochs", epochs]
+    return parse_args([*given, *flags])[0]
+
+
 def test_the_command_repeats_the_configuration(run: Path):
-    write_model_card(run)
-    text = (run / "README.md").read_text(encoding="utf-8")
-    script, model, strategy, ranks, batch, epochs, *flags = shlex.split(
-        re.search(r"^bash (.*)$", text, re.MULTILINE)[1]
-    )
+    text = write_model_card(run).read_text(encoding="utf-8")
+    _, script, _, _, ranks, *_ = words = shlex.split(re.search(r"^bash .*$", text, re.MULTILINE)[0])
     assert (script, ranks) == ("scripts/launch_distributed.sh", "8")
-    words = ["--model-type", model, "--strategy", strategy, "--batch-size", batch, "--epochs", epochs, *flags]
-    assert parse_args(words)[0] == dataclasses.replace(CONFIG, run_name="", data="my photos")
+    assert repeated(words) == dataclasses.replace(CONFIG, run_name="", data="my photos")
 
 
 @pytest.mark.parametrize(
@@ -214,12 +202,7 @@ def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
     text = write_model_card(run).read_text(encoding="utf-8")
     _, _, recipe = text.partition("## Recipe")
     rows = dict(re.findall(r"^\| (\S+) \| (\S*) \|$", recipe.replace("\\_", "_"), re.MULTILINE))
-    assert {name: rows[name] for name in chosen} == {
-        "ema": "0.99",
-        "mixup": "0.4",
-        "lookahead": "6",
-        "fallback_optimizer": "sgd",
-    }
+    assert {name: rows[name] for name in chosen} == {name: str(value) for name, value in chosen.items()}
     assert "The weights are an exponential moving average" in recipe
     assert rows.keys().isdisjoint({"cutmix", "workers", "data", "run_name"})
     assert [*rows].index("epochs") == 2, "below the heading, the table's first row"
@@ -228,15 +211,12 @@ def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
 def test_values_of_a_preset_that_were_overridden_are_repeated():
     words = "--preset fashion-mnist --label-smoothing 0.1 --lookahead 0 --precision auto"
     config = parse_args(words.split())[0]
-    _, _, model, strategy, _, batch, epochs, *flags = launch_command(config, 2, 2, OF_ONE_RUN)
-    words = ["--model-type", model, "--strategy", strategy, "--batch-size", batch, "--epochs", epochs, *flags]
-    assert parse_args(words)[0] == dataclasses.replace(config, preset="")
+    assert repeated(launch_command(config, 2, 2, OF_ONE_RUN)) == dataclasses.replace(config, preset="")
 
 
 def test_a_value_that_looks_like_a_flag_is_repeated():
     config = TrainConfig(class_weights="-cat=2,dog=1")
-    *_, word = launch_command(config, 2, 2)
-    assert parse_args([word])[0].class_weights == config.class_weights
+    assert repeated(launch_command(config, 2, 2)).class_weights == config.class_weights
 
 
 def test_several_machines_have_their_launcher():
@@ -273,14 +253,9 @@ def make_run(folder: Path, model: str, side: ImageSize, **preprocessing) -> Path
     folder.mkdir()
     torch.manual_seed(0)
     built = new_model(model, num_classes=3, image_size=side)
-    plain = Preprocessing(side, None, mean=(0.4,) * 3, std=(0.3,) * 3)
-    save_built(
-        folder / "model.safetensors",
-        built,
-        class_names=["cat", "cow", "dog"],
-        preprocessing=replace(plain, **preprocessing),
-        extra={"epoch": 1},
-    )
+    prepared = Preprocessing(side, **{"resize_size": None, "mean": (0.4,) * 3, "std": (0.3,) * 3} | preprocessing)
+    facts = {"class_names": ["cat", "cow", "dog"], "preprocessing": prepared}
+    save_built(folder / "model.safetensors", built, **facts, extra={"epoch": 1})
     (folder / "config.json").write_text("{}")
     (folder / "README.md").write_text("license_name: to-be-filled-in\n")
     return folder
@@ -345,10 +320,8 @@ def test_a_dry_run_sends_nothing_and_says_what_timm_cannot_load(tmp_path):
     lines = output.splitlines()
     assert lines[0].startswith("note: config.json is left out: timm would use the usual stride in its first layer")
     assert lines[1] == f"note: the license in {run / 'README.md'} is still to-be-filled-in"
-    assert [line.split(",")[0] for line in lines[2:5]] == [
-        *("would upload model.safetensors", "would upload README.md", "would upload class_map.txt"),
-    ]
-    assert lines[5:] == ["nothing was uploaded to my-team/photos (--dry-run)"]
+    sent = [f"would upload {name}" for name in ("model.safetensors", "README.md", "class_map.txt")]
+    assert [line.split(",")[0] for line in lines[2:]] == [*sent, "nothing was uploaded to my-team/photos (--dry-run)"]
 
 
 def test_a_calibration_of_these_weights_is_sent_with_them(tmp_path):
@@ -374,13 +347,9 @@ def test_what_the_hub_refuses_is_one_line_without_the_token(tmp_path):
     with mock.patch.object(mock, "create_autospec", return_value=mock.Mock(create_repo=mock.Mock(side_effect=refusal))):
         code, _, errors, _ = published(run, "my-team/photos", "--public")
     assert code == 2
-    assert errors.startswith(
-        "publish: 'my-team/photos' was not published: HfHubHTTPError, 403 Forbidden for token ***."
-    )
-    assert (errors.count("\n"), TOKEN in errors) == (1, False)
+    said = "publish: 'my-team/photos' was not published: HfHubHTTPError, 403 Forbidden for token ***."
+    assert (errors.startswith(said), errors.count("\n"), TOKEN in errors) == (True, 1, False)
     (run / "README.md").unlink()
     code, _, errors, _ = published(run, "my-team/photos", "--dry-run")
-    assert (code, errors) == (
-        2,
-        f"publish: '{run}' has no README.md, the model card, which a run writes when it finishes.\n",
-    )
+    said = f"publish: '{run}' has no README.md, the model card, which a run writes when it finishes.\n"
+    assert (code, errors) == (2, said)

@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
 from test_evaluate_predict import ROOT, call
 
-from tests.kit import ALONE
+from tests.kit import ALONE, train
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.report.page import write_report
@@ -31,7 +31,6 @@ from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import EvaluationPlan
-from zerovision.training.run import run as train
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.multilabel.labels import SeveralLabels, best_thresholds, several_loss
 from zerovision.training.tasks.scores import ScoreSums
@@ -146,23 +145,10 @@ def test_thresholds_have_the_highest_f1(judged):
 
 @pytest.fixture(scope="module")
 def run(tables, tmp_path_factory) -> Path:
-    """A run of two epochs with mixup."""
-    logs = tmp_path_factory.mktemp("logs")
-    config = TrainConfig(
-        model_type="basic_cnn",
-        data=str(tables["red,green,blue"]),
-        label_column="red,green,blue",
-        task="multilabel",
-        image_size=32,
-        epochs=3,
-        batch_size=16,
-        mixup=0.2,
-        log_dir=str(logs),
-        run_name="colours",
-        cache="off",
-    )
-    assert train(config) == 0
-    return logs / "runs" / "colours"
+    """A run with mixup."""
+    data = {"data": str(tables["red,green,blue"]), "label_column": "red,green,blue", "task": "multilabel"}
+    settings = {"image_size": 32, "epochs": 3, "batch_size": 16, "mixup": 0.2, "cache": "off"}
+    return train(tmp_path_factory.mktemp("logs"), **data, **settings)
 
 
 def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
