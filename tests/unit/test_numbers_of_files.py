@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
-import struct
-import zlib
 
 import numpy as np
 import pytest
 import torch
 from exports import save_run
 from PIL import Image
+from test_data_images import write_png
 from torchvision.transforms.v2 import functional
 
 from tests.kit import assert_same_but_rounding, new_model
@@ -90,36 +88,21 @@ def test_evaluation_and_prediction_read_them_alike(tmp_path, kind, channels):
     assert {path: found[path] for path in highest} == pytest.approx(highest, rel=1e-5)
 
 
-def npy(array: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
-
-
-def png(pixels: np.ndarray) -> bytes:
-    """Return a PNG of colours, uint16 [H, W, 3], which Pillow does not write."""
-    height, width, _ = pixels.shape
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows))]
-    parts = (
-        struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-        for name, content in [*chunks, (b"IEND", b"")]
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
 def test_what_would_lose_bits_or_is_other_is_refused(tmp_path):
     write_folder(tmp_path, "uint16", 1)
     with pytest.raises(UserError, match="image files have 1"):
         load_data(dataclasses.replace(options_of(tmp_path, image_channels=5), decode="cpu"))
     deep = np.full((4, 4, 3), 300, np.uint16)
-    for name, content, words in [
-        ("x.npy", npy(deep[..., 0].astype(np.uint8)), "it has uint8 values, but the model takes uint16"),
-        ("x.npy", npy(deep[..., :2]), r"its shape is \[4, 4, 2\], but the model takes"),
-        ("x.npy", b"\x93NUMPY", "not a readable .npy file"),
-        ("x.png", png(deep), "16-bit colors, which Pillow reads as 8-bit: save it as .npy"),
-    ]:
-        path = tmp_path / name
-        path.write_bytes(content)
+    files = {name: tmp_path / name for name in ("bytes.npy", "two.npy", "cut.npy", "deep.png")}
+    np.save(files["bytes.npy"], deep[..., 0].astype(np.uint8))
+    np.save(files["two.npy"], deep[..., :2])
+    files["cut.npy"].write_bytes(b"\x93NUMPY")
+    write_png(files["deep.png"], 4, 4, 16, 2, b"".join(b"\0" + row.astype(">u2").tobytes() for row in deep))
+    for name, words in {
+        "bytes.npy": "it has uint8 values, but the model takes uint16",
+        "two.npy": r"its shape is \[4, 4, 2\], but the model takes",
+        "cut.npy": "not a readable .npy file",
+        "deep.png": "16-bit colors, which Pillow reads as 8-bit: save it as .npy",
+    }.items():
         with pytest.raises(Refused, match=words):
-            read_numbers(path.read_bytes(), "uint16", 3)
+            read_numbers(files[name].read_bytes(), "uint16", 3)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_checkpoints import ALONE, newest, write_checkpoint
 
-from tests.kit import new_model
+from tests.kit import new_model, train
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import WEIGHTS, RunFolder
@@ -19,7 +18,6 @@ from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.best_weights import keep_finished
 from zerovision.training.resume import before_decay
-from zerovision.training.run import run
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 CONFIG = TrainConfig(schedule="wsd", epochs=20, warmup_epochs=0.5, resume="auto")  # stable for 16 epochs
@@ -96,23 +94,18 @@ def test_weights_behind_which_a_longer_run_goes_back_are_kept(epoch, epochs, kep
     assert [load_file(file)["w"].item() for file in folder.path.glob("model-*.safetensors")] == kept
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_other_runs_go_on_from_the_newest(finished):
+    found, _ = newest(finished)
+    for changes in (
         {"epochs": 10},
         {"epochs": 10, "schedule": "cosine"},
         {"schedule": "cosine"},
         {"epochs": 9},
-        {"resume": "{folder}/step-00010-0000000"},
-    ],
-)
-def test_other_runs_go_on_from_the_newest(finished, changes):
-    changes = {
-        name: str(value).format(folder=finished) if name == "resume" else value for name, value in changes.items()
-    }
-    config, (found, _) = dataclasses.replace(CONFIG, **changes), newest(finished)
-    told = f"--epochs {config.epochs} instead of 10: {GOES_ON} {config.epochs} epochs"
-    assert before_decay(config, found, ALONE) == (found, [told] * (config.epochs != 10))
+        {"resume": f"{finished}/step-00010-0000000"},
+    ):
+        config = dataclasses.replace(CONFIG, **changes)
+        told = f"--epochs {config.epochs} instead of 10: {GOES_ON} {config.epochs} epochs"
+        assert before_decay(config, found, ALONE) == (found, [told] * (config.epochs != 10)), changes
 
 
 def test_a_run_that_is_still_stable_goes_on_where_it_is(tmp_path):
@@ -138,18 +131,14 @@ def test_strange_epochs_of_a_checkpoint_are_none(tmp_path, epochs):
     assert before_decay(CONFIG, found, ALONE) == (found, [])
 
 
-def test_an_extended_run_has_the_bytes_of_one_that_began_with_more_epochs(tmp_path, monkeypatch, capsys):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    fixed = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 250, "workers": "0"}
-    quiet = {"tensorboard": False, "report": False, "progress": "lines", "log_dir": str(tmp_path)}
-    short = dataclasses.replace(SHORT, **fixed, **quiet, epochs=2, optimizer="muon", keep_last=1, run_name="extended")
-    assert run(short) == 0
-    assert run(dataclasses.replace(short, epochs=3)) == 0
+def test_an_extended_run_has_the_bytes_of_one_that_began_with_more_epochs(tmp_path, capsys):
+    fixed = {"data": "fake", "image_size": 8, "batch_size": 250, "workers": "0", "progress": "lines"}
+    fixed |= {"schedule": "wsd", "warmup_epochs": 0.5, "optimizer": "muon", "keep_last": 1, "resume": "auto"}
+    train(tmp_path, "extended", **fixed, epochs=2)
+    extended = train(tmp_path, "extended", **fixed, epochs=3) / "checkpoints"
     assert "going back to epoch 1, the last before the learning rate decayed" in capsys.readouterr().out
-    assert run(dataclasses.replace(short, epochs=3, run_name="whole")) == 0
-    folders = [tmp_path / "runs" / name / "checkpoints" for name in ("extended", "whole")]
-    extended, whole = (read_manifest(folder / "step-00003-0000000") for folder in folders)
-    assert extended.shards == whole.shards
-    assert (extended.progress, extended.applied_steps) == (whole.progress, whole.applied_steps)
-    assert "step-00002-0000000" in os.listdir(folders[0]), "before the decay of the longer run"
+    whole = train(tmp_path, "whole", **fixed, epochs=3) / "checkpoints"
+    found, expected = (read_manifest(folder / "step-00003-0000000") for folder in (extended, whole))
+    assert found.shards == expected.shards
+    assert (found.progress, found.applied_steps) == (expected.progress, expected.applied_steps)
+    assert (extended / "step-00002-0000000").is_dir(), "before the decay of the longer run"

@@ -53,21 +53,8 @@ TRAINER_NAMES = {"model": "model-type", "strategy": "strategy", "batch_size": "b
 PROGRAMS_OF_OTHERS = {
     *("deepspeed", "torchrun", "accelerate", "sbatch", "srun", "squeue", "scancel", "tensorboard", "nvidia-smi"),
     *("trtexec", "tar", "npm", "cp", "cd", "source", "tail", "watch", "find", "git", "pip", "uv", "docker", "kubectl"),
-    *(
-        "python",
-        "python3",
-        "bash",
-        "make",
-        "zerovision",
-        "curl",
-        "export",
-        "mlflow",
-        "trackio",
-        "wandb",
-        "mkdir",
-        "sky",
-    ),
-    *("ssh", "rsync", "kill", "cat", "jq", "module", "apt-get", "unzip", "wget", "ls", ".venv/bin/python", "sky"),
+    *("python", "python3", ".venv/bin/python", "bash", "make", "zerovision", "mlflow", "trackio", "wandb", "sky"),
+    *("ssh", "rsync", "kill", "cat", "jq", "module", "apt-get", "unzip", "wget", "curl", "export", "mkdir", "ls"),
 }
 FLAGS_LEFT_OUT = {  # with how many words they take; --config names a file of the reader's
     "--config": 2,
