@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -97,10 +96,7 @@ def test_processes_that_would_train_alone_are_refused(monkeypatch, variables, me
     [
         (["m", "ddp", "2"], "bash scripts/launch.sh m ddp 2 --run-name=a --resume=auto"),
         (["m", "--run-name", "b", "--seed=1"], "bash scripts/launch.sh m --seed=1 --run-name=a --resume=auto"),
-        (
-            ["--resume=must", "--data", "my photos"],
-            "bash scripts/launch.sh --data 'my photos' --run-name=a --resume=auto",
-        ),
+        (["--resume=must", "--data", "a b"], "bash scripts/launch.sh --data 'a b' --run-name=a --resume=auto"),
         (None, "torchrun train.py --run-name=a --resume=auto"),
     ],
 )
@@ -168,7 +164,6 @@ def test_an_unknown_name_is_one_line(port):
         open_store("no.such.host.invalid", port, PATIENCE, "run", is_host=True, is_alone=False)
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # TF32 is asked for by the environment, and by what PyTorch does by itself for convolutions and LSTMs.
 LOOK = """
 import json, os, sys, torch
@@ -189,7 +184,7 @@ for deterministic in (False, True):
 def test_the_switches(monkeypatch) -> None:
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
     command = [sys.executable, "-W", "error", "-c", LOOK]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert [json.loads(line) for line in result.stdout.splitlines()] == [
         [False, False, False, None, False, "highest", False],
         [True, True, False, ":4096:8", False, "highest", False],

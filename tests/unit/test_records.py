@@ -53,14 +53,20 @@ def test_the_page_shows_the_records():
     assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == table(RECORDS)
 
 
+def rows_of(folder, records):
+    """Write records of digits by the names of their folders; return the rows of their table."""
+    for name, content in records.items():
+        file = folder / "digits" / name / "record.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content))
+    return table(folder).splitlines()[2:]
+
+
 def test_a_ratio_stands_beside_what_each_side_did(tmp_path):
-    file = tmp_path / "records" / "digits" / "2026-01-01-a" / "record.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(record([0.9], [10], [40])))
-    assert table(tmp_path / "records").splitlines()[2] == (
+    assert rows_of(tmp_path / "records", {"2026-01-01-a": record([0.9], [10], [40])}) == [
         "| `records/digits/2026-01-01-a` | 90.00 % (1 seed) | 10.0 | 90.00 % (1 seed) | 40.0 "
         "| 0.25 | 7 on 2: 6 on 1 | the first |"
-    )
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in STUDIES if study_folder(name).is_dir()])
@@ -291,11 +297,11 @@ def test_summary_and_comparison():
 
 
 def test_records_of_one_day_stand_in_the_order_in_which_they_were_begun(tmp_path):
-    for what, top1, second in (("faster", 0.9, "08"), ("even-faster", 0.93, "09")):
-        file = tmp_path / "records" / "digits" / f"2026-11-27-{what}" / "record.json"
-        file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(record([top1], [10]) | {"begun": f"2026-11-27T10:00:{second}+00:00"}))
-    earlier, later = table(tmp_path / "records").splitlines()[2:]
+    found = {
+        f"2026-11-27-{what}": record([top1], [10]) | {"begun": f"2026-11-27T10:00:{second}+00:00"}
+        for what, top1, second in (("faster", 0.9, "08"), ("even-faster", 0.93, "09"))
+    }
+    earlier, later = rows_of(tmp_path / "records", found)
     assert [text in earlier for text in ("2026-11-27-faster`", "the first")] == [True, True]
     assert [text in later for text in ("even-faster`", "+3.00 points")] == [True, True]
 

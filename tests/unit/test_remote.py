@@ -150,11 +150,7 @@ def cut(body: bytes) -> bytes:
         ({"change": cut}, FileServerError, "cannot be read: "),
         ({"status": 503}, FileServerError, "cannot be read: HTTP 503, even after 7 s"),
         ({"status": 403}, UserError, "HTTP 403. Restore it and start again."),
-        (
-            {"status": 404},
-            UserError,
-            "there is no such file. Restore it",
-        ),
+        ({"status": 404}, UserError, "there is no such file. Restore it"),
         ({"delay_s": 1.3}, FileServerError, "cannot be read: no answer within 1 s"),
         ({"other": True}, UserError, "it has changed since the run began. Restore it"),
         ({"has_ranges": False}, UserError, "its server does not support byte ranges: copy it to this machine"),
@@ -236,8 +232,7 @@ def test_the_folder_is_bounded_and_what_was_not_used_for_longest_goes_first(serv
     assert (0 in kept, 11 in kept, 1 in kept, len(kept) <= 10) == (True, True, False, True)
     (folder / ".added").write_bytes(b"damaged and long")
     assert copies.fetch(12).read_bytes() == bytes(10)
-    (large,) = (copies_of(server, folder, ["12.tar"], 5).fetch(number) for number in (0,))
-    assert large.exists(), "one that is larger than the folder may be"
+    assert copies_of(server, folder, ["12.tar"], 5).fetch(0).exists(), "one that is larger than the folder may be"
 
 
 def test_all_processes_together_keep_to_the_bound(server, tmp_path):
@@ -250,10 +245,8 @@ def test_all_processes_together_keep_to_the_bound(server, tmp_path):
     everyone = [copies_of(server, folder, names[:1], 1000) for _ in range(20)]
     whole = copies_of(server, folder, names, 1000)
     for copies in everyone:
-        copies.files, copies.states, copies.paths, copies.checksums = (
-            *(whole.files, whole.states, whole.paths),
-            whole.checksums,
-        )
+        for name in ("files", "states", "paths", "checksums"):
+            setattr(copies, name, getattr(whole, name))
     for number in range(120):
         everyone[number % 20].fetch(number)
         assert sum(path.stat().st_size for path in whole.paths if path.exists()) <= 1000 * 1.02 + 20
@@ -302,15 +295,11 @@ def test_a_table_behind_a_url_names_images_below_its_folder(server, kinds, tmp_p
     for name in ("100%.png", "a#1.png", "b?x=1.png", "50%20off.png", "blank .png"):
         shutil.copyfile(next((kinds / "photos").rglob("*.png")), server.root / name)
     names = ["100%.png", "a#1.png", "b?x=1.png", "50%20off.png", " blank .png "]
-    (server.root / "list.csv").write_text(
-        "path,label\n" + "".join(f"{name},{'ab'[n % 2]}\n" for n, name in enumerate(names))
-    )
+    rows = [f"{name},{'ab'[n % 2]}\n" for n, name in enumerate(names)]
+    (server.root / "list.csv").write_text("".join(["path,label\n", *rows]))
     pair = load_data(options(server.url("list.csv"), tmp_path))
     assert {row[0] for row in seen(pair.train) + seen(pair.val)} == {name.strip() for name in names}
-    for name, words in {
-        "": "no tar or Parquet file is listed there",
-        "/none": "there is no such file",
-    }.items():
+    for name, words in {"": "no tar or Parquet file is listed there", "/none": "there is no such file"}.items():
         with pytest.raises(UserError, match=words):
             load_data(options(server.url() + name, tmp_path))
 
@@ -354,12 +343,9 @@ def test_a_bucket_of_s3_trains_the_same_bytes(kinds, expected, tmp_path, monkeyp
     server = pytest.importorskip("moto.server", reason="an S3 of the tests' own").ThreadedMotoServer(port=0)
     import boto3
 
-    for name, value in {
-        "ACCESS_KEY_ID": "hunter2",
-        "SECRET_ACCESS_KEY": "hunter3",
-        "DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hunter2")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter3")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     server.start()
     try:
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))

@@ -37,6 +37,10 @@ def line_of(x, y) -> Line:
     return Line("a", 1, np.array(x, dtype=float), np.array(y, dtype=float), "a")
 
 
+def figures_of(run) -> dict:
+    return {figure.name: figure for figure in key_figures(run)}
+
+
 def seconds_of(history: History) -> dict[str, float]:
     """Add up the spans of all processes."""
     total: dict[str, float] = {}
@@ -108,8 +112,7 @@ def test_cores_and_disk_are_curves(busy, lines):
 def test_an_epoch_without_a_step_has_no_training_curve():
     """As of a head that is solved for."""
     for changes, lines in (({"train_loss": None, "train_top1": None}, 1), ({}, 2)):
-        loss = single_run_charts(history_of([epoch(1, 0.5, **changes)]))[0]
-        assert len(loss["lines"]) == lines
+        assert len(single_run_charts(history_of([epoch(1, 0.5, **changes)]))[0]["lines"]) == lines
 
 
 def test_a_resume_within_an_interval_repeats_a_part_of_it():
@@ -191,12 +194,12 @@ def test_strange_values_make_no_chart_or_a_sound_one(values):
         assert chart is None
         return
     assert all(0 <= place <= 100.001 for place, _ in [*chart["x_axis"].ticks, *chart["y_axis"].ticks])
-    assert all(
-        0 <= float(number) <= 1000 for number in re.findall(r"[\d.]+", chart["lines"][0]["path"].replace("h0", ""))
-    )
+    path = chart["lines"][0]["path"].replace("h0", "")
+    assert all(0 <= float(number) <= 1000 for number in re.findall(r"[\d.]+", path))
 
 
 GAVE_UP = [step(20, 1.0), event("gave_up", 1, 24, exit_code=65, reason="3 steps in a row were skipped")]
+EARLY = [step(20, 1.0), epoch(1, 0.5), epoch(2, 0.25), end(20, 1.0)]
 FINISHED = [step(40, 1.0), epoch(1, 0.5), epoch(2, 0.5), end(40, 1.0)]
 WHY = "the validation loss is nan"
 DIVERGED = [
@@ -213,17 +216,12 @@ DIVERGED = [
         (FINISHED, 1e6, {}, "finished"),
         (DIVERGED, 1e6, {}, "diverged"),
         ([step(20, 1.0), epoch(1, 0.5), end(20, 1.0)], 1e6, {}, "stopped"),
-        ([step(20, 1.0), epoch(1, 0.5), epoch(2, 0.25), end(20, 1.0)], 1e6, {"early_stopping_patience": 1}, "finished"),
+        (EARLY, 1e6, {"early_stopping_patience": 1}, "finished"),
         ([step(20, 1.0)], SILENT_SECONDS - 1, {}, "running"),
         ([step(20, 1.0)], SILENT_SECONDS + 1, {}, "crashed"),
         ([step(20, 1.0), end(20, 1.0), event("resume", 0, 20)], 5, {}, "running"),
         ([*FINISHED, event("resume", 9e5, 40)], 1e6, {}, "finished"),
-        (
-            [step(20, 1.0), epoch(1, 0.5), epoch(2, 0.25), end(20, 1.0), event("resume", 9e5, 40)],
-            1e6,
-            {"early_stopping_patience": 1},
-            "finished",
-        ),
+        ([*EARLY, event("resume", 9e5, 40)], 1e6, {"early_stopping_patience": 1}, "finished"),
         (GAVE_UP, 1e6, {}, "gave up"),
         ([*GAVE_UP, event("resume", 0, 20)], 5, {}, "running"),
         ([], 5, {}, "not started"),
@@ -247,7 +245,7 @@ def test_a_diverged_epoch_is_never_the_best_and_is_an_incident(tmp_path):
 
 def test_key_figures_and_settings(tmp_path):
     run = read_run(make_run(tmp_path / "run", learning_rate=0.5))
-    figures = {figure.name: figure for figure in key_figures(run)}
+    figures = figures_of(run)
     assert figures["top-1 accuracy"].value == "66.67\u202f%"
     assert figures["top-1 accuracy"].remark == "95\u202f% interval [35.42, 87.94]; 6 of 9 images, epoch 2 of 2"
     assert figures["training time"].value == "6.75 s"  # 4 + 0.25 before the kill, 2.5 after it
@@ -256,11 +254,11 @@ def test_key_figures_and_settings(tmp_path):
     assert "batch size found" not in figures
     assert ("top-5 accuracy" in figures, "val_top5" in run.history.epochs[1]) == (False, False), "of 3 classes"
     run = read_run(make_run(tmp_path / "six", class_names=list("abcdef")))
-    assert "top-5 accuracy" in {figure.name for figure in key_figures(run)}
+    assert "top-5 accuracy" in figures_of(run)
     assert "val_top5" in run.history.epochs[1]
     run = read_run(tmp_path / "run")
     (run.folder / "batch_size.json").write_text('{"batch_size": 16, "how": "planned 24; 8: fits"}')
-    (found,) = (figure for figure in key_figures(read_run(run.folder)) if figure.name == "batch size found")
+    found = figures_of(read_run(run.folder))["batch size found"]
     assert (found.value, found.remark) == ("16", "planned 24; 8: fits")
     rows = settings(run)
     assert [(row.name, row.value, row.default) for row in rows if row.differs] == [
@@ -310,9 +308,8 @@ def test_a_line_that_hardly_moves_has_no_range(values, caption):
 
 
 def test_without_scores_the_figures_are_of_the_best_epoch(tmp_path):
-    figures = {figure.name: figure for figure in key_figures(read_run(make_run(tmp_path / "run", class_names=None)))}
-    assert figures["top-1 accuracy"].value == "75.00\u202f%"
-    assert figures["top-1 accuracy"].remark == "10 images, epoch 2 of 2"
+    found = figures_of(read_run(make_run(tmp_path / "run", class_names=None)))["top-1 accuracy"]
+    assert (found.value, found.remark) == ("75.00\u202f%", "10 images, epoch 2 of 2")
 
 
 def test_the_islands_of_each_round_are_those_of_the_last_time_it_was_taken(tmp_path):
@@ -321,21 +318,21 @@ def test_the_islands_of_each_round_are_those_of_the_last_time_it_was_taken(tmp_p
     for number, islands in ((1, 4), (2, 4), (2, 3), (3, 3)):
         line = {"time": 0, "kind": "outer_step", "step": 5 * number, "round": number}
         run.history.add(line | {"islands": islands, "sent_bytes": 1000})
-    figure = next(figure for figure in key_figures(run) if figure.name == "islands")
+    figure = figures_of(run)["islands"]
     assert (figure.value, figure.remark) == ("4 in 1 round, 3 in 2 rounds", "rank 0 sent 3 kB in outer steps")
 
 
 def test_the_balance_of_a_pipeline_is_that_of_its_latest_start(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
-    starts = [{"time": 0, "kind": "pipeline", "step": 0, "cuts": ["a", "b"], "stage_shares": [0.5, 0.3, 0.2]}]
-    starts += [starts[0] | {"cuts": ["c"], "stage_shares": [0.6, 0.4]}]
-    for line, share in zip(starts, (0.5, 0.2), strict=True):
-        run.history.add(line | {"wait_share": share})
-    figure = next(figure for figure in key_figures(run) if figure.name == "a pipeline's ranks wait")
+    first = {"time": 0, "kind": "pipeline", "step": 0, "cuts": ["a", "b"], "stage_shares": [0.5, 0.3, 0.2]}
+    latest = first | {"cuts": ["c"], "stage_shares": [0.6, 0.4]}
+    run.history.add(first | {"wait_share": 0.5})
+    run.history.add(latest | {"wait_share": 0.2})
+    figure = figures_of(run)["a pipeline's ranks wait"]
     assert figure.value == "20\u202f%"
     assert figure.remark.endswith("stages begin at the input, c, and take 60\u202f%, 40\u202f%")
-    run.history.add(starts[1] | {"members": ["vgg, mobilenet", "vgg"], "wait_share": 0.17})
-    figure = next(figure for figure in key_figures(run) if figure.name == "ranks with members wait")
+    run.history.add(latest | {"members": ["vgg, mobilenet", "vgg"], "wait_share": 0.17})
+    figure = figures_of(run)["ranks with members wait"]
     assert (figure.value, figure.remark.partition("; ")[2]) == (
         "17\u202f%",
         "ranks have members vgg, mobilenet | vgg, and take 60\u202f%, 40\u202f%",
@@ -348,10 +345,9 @@ def test_incidents():
     assert [row[1:3] for row in found["rows"]] == kinds
     assert found["rows"][2][3] == "rank 0 (host node) or rank 1 (host other), first in stem.weight"
     assert "rank 1 (host node): 400 ms of work per step, 200 ms in the other ranks (median)" in found["rows"][1][3]
-    assert [name for name, _ in found["lanes"]] == [
-        *("restarts", "skipped steps", "wrong gradients", "slow ranks", "checkpoints"),
-    ]
-    assert found["lanes"][0][1] == [50.0]
+    lanes = dict(found["lanes"])
+    assert [*lanes] == ["restarts", "skipped steps", "wrong gradients", "slow ranks", "checkpoints"]
+    assert lanes["restarts"] == [50.0]
     assert found["summary"][0] == "1 resume, 1 skipped step, 1 wrong gradient and 1 warning of a slow rank."
     assert find_incidents(History())["rows"] == []
 
