@@ -451,10 +451,7 @@ BAD_FILES = {
         lambda state, file: save_file(without(state, "bn1.weight"), file),
     ),
     "class names": ("2 class names, but a head of 5 classes", partial(save_with_names, ["a", "b"])),
-    "class names no list": (
-        "has the metadata class_names 7: expected a list of names",
-        partial(save_with_names, 7),
-    ),
+    "class names no list": ("has the metadata class_names 7: expected a list of names", partial(save_with_names, 7)),
 }
 
 

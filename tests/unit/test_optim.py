@@ -17,12 +17,7 @@ from zerovision.models.ensemble import Ensemble
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
-from zerovision.training.recipe.optimizer import (
-    build_optimizer,
-    create_state,
-    moment_kinds,
-    set_applied_steps,
-)
+from zerovision.training.recipe.optimizer import build_optimizer, create_state, moment_kinds, set_applied_steps
 from zerovision.training.recipe.schedule import SCHEDULES, build_schedule, schedule_notes
 
 CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
