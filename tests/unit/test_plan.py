@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
 from pathlib import Path
@@ -99,13 +98,8 @@ def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
 def test_the_picture_in_the_documentation_is_the_ladder():
     text = (ROOT / "docs/dev/strategies.md").read_text(encoding="utf-8")
     drawn = re.findall(r'no --> \w+\["(.*?)"\]', text)
-    configs = ladder()
-    expected = []
-    for before, after in itertools.pairwise(configs):
-        rung = next_rung(before, JOB.ranks, has_gpus=True)
-        assert dataclasses.replace(before, **rung.changes) == after
-        expected.append(" ".join(rung.flags))
-    assert drawn == [*expected, "it fits nowhere"]
+    rungs = [next_rung(config, JOB.ranks, has_gpus=True) for config in ladder()[:-1]]
+    assert drawn == [*(" ".join(rung.flags) for rung in rungs), "it fits nowhere"]
 
 
 WORDS = ["--model-type", "basic_cnn", "--num-gpus", "16", "--gpu", "h100", "--epochs", "90"]
@@ -170,7 +164,7 @@ def test_the_answer_is_written_as_people_do(words, capsys):
     )
 
 
-@pytest.mark.parametrize(("model", "sees"), [("timm:vit_tiny_patch16_224", False), ("basic_cnn", True)])
+@pytest.mark.parametrize(("model", "sees"), [("timm:test_vit", False), ("basic_cnn", True)])
 def test_batchnorm_is_named_where_there_is_one(model, sees):
     words = [f"--model-type={model}", "--gpu=8gb", "--image-size=224", "--engine=torch", "--batch-size=64"]
     job, _ = job_of(read(words))
@@ -236,24 +230,20 @@ def test_a_model_that_looks_at_its_images_is_refused(monkeypatch):
         recommend(job)
 
 
-OF_TIMM = ["--model-type=timm:test_resnet"]
+RECOMPUTED = "--activation-checkpointing --model-type=timm:test_resnet"
 
 
 @pytest.mark.parametrize(
     ("words", "engine", "has_gpus"),
     [
-        (["--strategy=fsdp_stage3", "--replicate-across=nodes", "--model-type=timm:test_vit"], "torch", False),
-        (
-            ["--strategy=fsdp_stage2", "--gradient-accumulation-steps=3", "--activation-checkpointing", *OF_TIMM],
-            "deepspeed",
-            True,
-        ),
+        ("--strategy=fsdp_stage3 --replicate-across=nodes --model-type=timm:test_vit", "torch", False),
+        (f"--strategy=fsdp_stage2 --gradient-accumulation-steps=3 {RECOMPUTED}", "deepspeed", True),
     ],
 )
 def test_a_run_predicts_what_the_planner_does(words, engine, has_gpus):
     """Two machines of four ranks: shards and replicas, blocks, accumulation and checkpointing all count."""
-    asked = ["--num-gpus=8", "--gpus-per-node=4", *(["--gpu=h100"] if has_gpus else [])]
-    job, _ = job_of(read([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words]))
+    asked = f"--num-gpus=8 --gpus-per-node=4 {'--gpu=h100' * has_gpus} --precision=bf16 --image-size=64"
+    job, _ = job_of(read(f"{asked} --engine={engine} {words}".split()))
     config = dataclasses.replace(job.config, image_channels=3)
     tensors = evaluate(job, job.config).memory.tensors  # what is measured on a GPU, without the context
     assert predicted_tensors(RunFacts(config, job.classes, 64, 8, 4, has_gpus), [job.config]) == [tensors]

@@ -92,29 +92,26 @@ def test_processes_that_would_train_alone_are_refused(monkeypatch, variables, me
 
 
 @pytest.mark.parametrize(
-    ("typed", "line"),
+    ("command", "script", "typed", "line"),
     [
-        (["m", "ddp", "2"], "bash scripts/launch.sh m ddp 2 --run-name=a --resume=auto"),
-        (["m", "--run-name", "b", "--seed=1"], "bash scripts/launch.sh m --seed=1 --run-name=a --resume=auto"),
-        (["--resume=must", "--data", "a b"], "bash scripts/launch.sh --data 'a b' --run-name=a --resume=auto"),
-        (None, "torchrun train.py --run-name=a --resume=auto"),
+        ("", "launch.sh", ["m", "ddp", "2"], "bash scripts/launch.sh m ddp 2"),
+        ("", "launch.sh", ["m", "--run-name", "b", "--seed=1"], "bash scripts/launch.sh m --seed=1"),
+        ("", "launch.sh", ["--resume=must", "--data", "my photos"], "bash scripts/launch.sh --data 'my photos'"),
+        ("", "", [], "torchrun train.py"),
+        ("launch", "launch_distributed.sh", ["vgg", "--data", "my photos"], "zerovision launch vgg --data 'my photos'"),
+        ("launch", "launch_multi_node.sh", ["vgg", "ddp", "2"], "zerovision launch vgg ddp 2"),
     ],
 )
-def test_the_line_that_goes_on_with_a_run_is_the_launchers_own(typed, line, monkeypatch):
+def test_the_line_that_goes_on_with_a_run_is_the_launchers_or_the_commands_own(
+    command, script, typed, line, monkeypatch
+):
     monkeypatch.setenv("ZEROVISION_LINE", "")
+    monkeypatch.setenv(TYPED, command)
     monkeypatch.chdir(REPO_ROOT)
-    if typed is not None:
-        remember_line(["bash"], "launch.sh", typed)
-    assert line_to_go_on("a", ["torchrun", "train.py", "--resume", "never"]) == line
-
-
-@pytest.mark.parametrize("script", ["launch_distributed.sh", "launch_multi_node.sh"])
-def test_the_line_that_goes_on_with_a_run_of_the_command_is_the_command(script, monkeypatch):
-    monkeypatch.setenv("ZEROVISION_LINE", "")
-    monkeypatch.setenv(TYPED, "launch")
-    remember_line(["bash"], script, ["vgg", "ddp", "2", "--data", "my photos"])
-    line = "zerovision launch vgg ddp 2 --data 'my photos' --run-name=a --resume=auto"
-    assert line_to_go_on("a", []) == line
+    if script:
+        remember_line(["bash"], script, typed)
+    found = line_to_go_on("a", ["torchrun", "train.py", "--resume", "never"])
+    assert found == f"{line} --run-name=a --resume=auto"
 
 
 PATIENCE = datetime.timedelta(seconds=30)
