@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from exports import held_out
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
 from test_evaluate_predict import ROOT, call
@@ -159,10 +160,10 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
     assert [one["threshold"] for one in scores["classes"]] == thresholds
     assert scores["map"] > 0.5
     data = load_data(options(tables["red,green,blue"], "red,green,blue"))
-    images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
+    images, labels = held_out(data)
     with torch.no_grad():
         probabilities = module(images).sigmoid().numpy()
-    targets = data.sets.targets[data.val.source.labels].numpy()
+    targets = data.sets.targets[labels].numpy()
     assert scores["map"] == pytest.approx(average_precision_score(targets, probabilities), abs=1e-6)
     f1 = f1_score(targets, probabilities >= thresholds, average=None)
     assert [one["f1"] for one in scores["classes"]] == pytest.approx(f1.tolist())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
 import torch
-from exports import save_run
+from exports import held_out, save_run
 from PIL import Image
 from test_data_images import write_png
 from torchvision.transforms.v2 import functional
@@ -18,6 +17,7 @@ from tests.kit import assert_same_but_rounding, new_model
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.files import write_json
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.reading.files import Refused
 from zerovision.training.data.reading.image_numbers import read_numbers
@@ -76,11 +76,11 @@ def test_evaluation_and_prediction_read_them_alike(tmp_path, kind, channels):
     built = new_model("basic_cnn", num_classes=2, image_size="16x24", image_channels=max(channels, 3))
     used = {"data": str(tmp_path / "data"), "decode": "numbers", "val_fraction": 0.3, "image_size": "16x24"}
     run = save_run(tmp_path / "run", built, data)
-    (run / "config.json").write_text(json.dumps(used | {"model_type": "basic_cnn"}))
-    images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
+    write_json(run / "config.json", used | {"model_type": "basic_cnn"})
+    images, labels = held_out(data)
     with torch.no_grad():
         logits = built.module.eval()(images)
-    loss = torch.nn.functional.cross_entropy(logits, data.val.source.labels)
+    loss = torch.nn.functional.cross_entropy(logits, labels)
     assert evaluate(run)["loss"] == pytest.approx(loss.item(), rel=1e-5)
     found = {each.image: max(each.probabilities) for each in predict(run, tmp_path / "data")}
     assert found.keys() == expected.keys()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from exports import lines_of
 
 import zerovision
 from zerovision.delivery.settings import ExportSettings, PredictSettings
@@ -162,9 +162,7 @@ def test_a_wrong_function_is_told(tmp_path):
 
 def test_the_lines_for_albumentations_draw_from_the_generator_of_the_image(tmp_path):
     pytest.importorskip("albumentations")
-    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "plugins.md").read_text()
-    [code] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "albumentations" in block]
-    (tmp_path / "varied.py").write_text(code)
+    (tmp_path / "varied.py").write_text(lines_of("albumentations"))
     load_plugins(str(tmp_path / "varied.py"))
     vary = zerovision.AUGMENTATIONS["varied"].function
     image = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))

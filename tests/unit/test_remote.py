@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import shutil
 import sys
@@ -17,15 +16,16 @@ from made_data import KINDS, SPLIT, make_photos
 from PIL import Image, ImageColor
 from range_server import RangeServer
 
+from tests.kit import train
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.base.files import sha256_of
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reading import remote, remote_files
 from zerovision.training.data.reading.remote_files import Copies
 from zerovision.training.data.sampler import build_plan
-from zerovision.training.run import run
 
 OVER_HTTP = ("tar", "parquet", "photos/table.csv")
 
@@ -74,12 +74,11 @@ def seen(dataset) -> list[tuple]:
     return [(*known, images.content(n)) for n, known in enumerate(facts)]
 
 
-def trained(data: str | Path, root: Path, **values) -> str:
+def trained(data: str | Path, root: Path) -> str:
     """Train two epochs and return the sha256 of the weights."""
-    config = {"model_type": "basic_cnn", "image_size": 16, "batch_size": 8, "epochs": 2, "cache": "off", **SPLIT}
-    config |= {"data": str(data), "data_root": str(root / "cache"), "log_dir": str(root), "run_name": "r"}
-    assert run(TrainConfig(**(config | {"progress": "off", "tensorboard": False} | values)), deliver=leave_files) == 0
-    return hashlib.sha256((root / "runs/r/model.safetensors").read_bytes()).hexdigest()
+    config = {"data": str(data), "image_size": 16, "batch_size": 8, "epochs": 2, "cache": "off", **SPLIT}
+    folder = train(root, "r", None, leave_files, data_root=str(root / "cache"), **config)
+    return sha256_of(folder / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
