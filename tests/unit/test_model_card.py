@@ -74,15 +74,19 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def card_of(run: Path) -> str:
+    return write_model_card(run).read_text(encoding="utf-8")
+
+
 def test_a_run_that_was_given_more_epochs_says_so(run: Path):
     config = dataclasses.replace(CONFIG, epochs=4)
     write_json(run / "config.json", dataclasses.asdict(config))
     told = "Up to epoch 2 this was a run of 2 epochs."
     for epochs in ((4, 4), (2, 2)):
-        write_lines(run, *(epoch(number + 1, 0.5, epochs=of) for number, of in enumerate((*epochs, 4, 4))))
-        assert (told in write_model_card(run).read_text(encoding="utf-8")) == (epochs == (2, 2))
+        write_lines(run, *(epoch(number, 0.5, epochs=of) for number, of in enumerate((*epochs, 4, 4), start=1)))
+        assert (told in card_of(run)) == (epochs == (2, 2))
     write_lines(run, *(epoch(number, 0.5, epochs=of) for number, of in ((1, 2), (2, 2), (2, 4))))
-    assert "Up to epoch 1 this was a run of 2 epochs." in write_model_card(run).read_text(encoding="utf-8")
+    assert "Up to epoch 1 this was a run of 2 epochs." in card_of(run)
 
 
 def test_the_hubs_library_reads_the_front_matter(run: Path):
@@ -111,7 +115,7 @@ def test_weights_of_the_hub_are_named_by_their_repository(run: Path):
     revision = "a" * 40
     weights = f"/home/me/.cache/hub/models--team--net/snapshots/{revision}/model.safetensors"
     write_json(run / "config.json", dataclasses.asdict(dataclasses.replace(CONFIG, weights=weights)))
-    text = write_model_card(run).read_text(encoding="utf-8")
+    text = card_of(run)
     assert f"launch_distributed.sh timm:hf-hub:team/net@{revision} ddp 8" in text
     assert "models--" not in text
 
@@ -122,7 +126,7 @@ def test_a_calibration_is_in_the_card(run: Path):
     facts |= {"flip": False, "shift_pixels": 0, "data": "digits", "split": "val", "samples": 3}
     for digest, is_told in (("of other weights", False), (sha256_of(weights), True)):
         write_json(calibration_file(weights), facts | {"weights_sha256": digest})
-        text = write_model_card(run).read_text(encoding="utf-8")
+        text = card_of(run)
         assert ("divide the logits by 1.5000" in text) == is_told
         assert ("90.00 % of those images are not rejected, and 75.00 % of them are right." in text) == is_told
 
@@ -134,7 +138,7 @@ def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch, mod
     _, metadata = load_model(run / "model.safetensors")
     facts = metadata | {"description": built.description}
     save_weights(run / "model.safetensors", built.module.state_dict(), **facts)
-    code = re.search(r"```python\n(.*?)```", write_model_card(run).read_text(encoding="utf-8"), re.DOTALL)
+    code = re.search(r"```python\n(.*?)```", card_of(run), re.DOTALL)
     monkeypatch.chdir(run)
     exec(code[1], names := {})
     images = torch.randn(2, 3, 32, 32)
@@ -156,7 +160,7 @@ def repeated(words: list[str]) -> TrainConfig:
 
 
 def test_the_command_repeats_the_configuration(run: Path):
-    text = write_model_card(run).read_text(encoding="utf-8")
+    text = card_of(run)
     _, script, _, _, ranks, *_ = words = shlex.split(re.search(r"^bash .*$", text, re.MULTILINE)[0])
     assert (script, ranks) == ("scripts/launch_distributed.sh", "8")
     assert repeated(words) == dataclasses.replace(CONFIG, run_name="", data="my photos")
@@ -186,7 +190,7 @@ def test_no_folder_of_the_machine_is_in_the_card(run: Path, data: str, shown: st
     about = {"weights_sha256": sha256_of(run / "model.safetensors"), "data": data, "split": "val", "samples": 3}
     facts = {"temperature": 1.5, "threshold": 0.5, "ece_before": 0.1, "ece": 0.0, "coverage": 0.9, "accuracy": None}
     write_json(calibration_file(run / "model.safetensors"), facts | {"flip": False, "shift_pixels": 0} | about)
-    text = write_model_card(run).read_text(encoding="utf-8")
+    text = card_of(run)
     assert f"trained with zerovision on `{shown}`" in text
     assert f"(`{shown}`, val)" in text
     flags = shlex.split(re.search(r"^bash (.*)$", text, re.MULTILINE)[1])
@@ -199,7 +203,7 @@ def test_no_folder_of_the_machine_is_in_the_card(run: Path, data: str, shown: st
 def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
     chosen = {"ema": 0.99, "mixup": 0.4, "lookahead": 6, "fallback_optimizer": "sgd"}
     write_json(run / "config.json", dataclasses.asdict(dataclasses.replace(CONFIG, workers="3", **chosen)))
-    text = write_model_card(run).read_text(encoding="utf-8")
+    text = card_of(run)
     _, _, recipe = text.partition("## Recipe")
     rows = dict(re.findall(r"^\| (\S+) \| (\S*) \|$", recipe.replace("\\_", "_"), re.MULTILINE))
     assert {name: rows[name] for name in chosen} == {name: str(value) for name, value in chosen.items()}
@@ -231,7 +235,7 @@ def test_a_divergence_is_named(run: Path, diverged: str | None):
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps(epoch(4, 0.5, diverged=diverged)) + "\n")
     sentence = "**The training diverged**: after its last epoch (4) the validation loss is nan."
-    assert (sentence in write_model_card(run).read_text()) == bool(diverged)
+    assert (sentence in card_of(run)) == bool(diverged)
 
 
 def test_a_card_that_the_user_took_over_is_left_alone(run: Path):
