@@ -325,10 +325,9 @@ PEERS = {
     ),
     "tutorial": (lambda raw, average: {"epoch": 1, "model_state_dict": under("net.", raw)}, "prefix 'net.' removed"),
     "DeepSpeed": (lambda raw, average: {"module": under("backbone.", raw)}, "prefix 'backbone.' removed"),
+    "safetensors": (lambda raw, average: raw, ""),
+    "transformers": (lambda raw, average: under("timm_model.", raw), "prefix 'timm_model.' removed"),
 }
-
-
-WRITERS = (*PEERS, "safetensors", "transformers")
 
 
 def under(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -338,17 +337,17 @@ def under(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("peer", "is_ensemble"),
     [
-        *((peer, False) for peer in WRITERS),
-        *(pytest.param(peer, True, marks=[] if peer == "timm" else pytest.mark.slow) for peer in WRITERS),
+        *((peer, False) for peer in PEERS),
+        *(pytest.param(peer, True, marks=[] if peer == "timm" else pytest.mark.slow) for peer in PEERS),
     ],
 )
 def test_weights_of_peers_start_a_model_and_a_note_says_what_was_taken(tmp_path, peer, is_ensemble):
     file, model_type = tmp_path / "weights", "ensemble" if is_ensemble else SMALL_OF_TIMM
     raw = state_of(build(model_type).module)
     average = {name: tensor + 1 for name, tensor in raw.items()}
-    prefix = {"safetensors": "", "transformers": "timm_model."}.get(peer)
-    content, note = PEERS.get(peer, (None, f"prefix '{prefix}' removed" if prefix else ""))
-    torch.save(content(raw, average), file) if content else save_file(under(str(prefix), raw), file)
+    content, note = PEERS[peer]
+    save = save_file if peer in ("safetensors", "transformers") else torch.save
+    save(content(raw, average), file)
     torch.manual_seed(7)
     built = new_model(model_type, num_classes=5, image_size=32, weights=str(file), ensemble_members=SMALL_MEMBERS)
     expected = average if "average" in note else raw
