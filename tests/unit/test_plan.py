@@ -39,6 +39,12 @@ def with_memory(job, memory_bytes, **changes):
     return found
 
 
+def taken_by_the_launcher(command):
+    """Return what the launcher reads of a command that the planner recommends."""
+    _, script, *words = command
+    return read_arguments(Path(script).name, words, {})
+
+
 def ladder(config=JOB.config):
     """Every configuration from the first to the last rung."""
     configs = [config]
@@ -89,8 +95,7 @@ def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
     assert {option.engine for option in found} == {"torch"}
     for memory in (80 * 10**9, min(option.memory.peak for option in found if option.plan.zero_stage == 1) - 1):
         chosen, rungs = recommend(smaller := with_memory(job, memory))
-        launch = command_of(smaller, chosen)[1:]
-        config = check_training(read_arguments(Path(launch[0]).name, launch[1:], {}).training)
+        config = check_training(taken_by_the_launcher(command_of(smaller, chosen)).training)
         assert (config.optimizer, config.engine) == (name, chosen.config.engine)
     assert rungs
 
@@ -102,22 +107,13 @@ def test_the_picture_in_the_documentation_is_the_ladder():
     assert drawn == [*(" ".join(rung.flags) for rung in rungs), "it fits nowhere"]
 
 
-WORDS = ["--model-type", "basic_cnn", "--num-gpus", "16", "--gpu", "h100", "--epochs", "90"]
-
-
 @pytest.mark.parametrize(
-    "more",
-    [
-        ["--learning-rate", "auto"],
-        ["--global-batch", "1024", "--ema", "0.999"],
-        ["--gpus-per-node", "4", "--compile=on"],
-    ],
+    "more", ["--learning-rate auto", "--global-batch 1024 --ema 0.999", "--gpus-per-node 4 --compile=on"]
 )
 def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
-    assert plan(read([*WORDS, "--json", *more])) == 0
-    printed = json.loads(capsys.readouterr().out)
-    _, script, *words = printed["recommended"]["command"]
-    given = read_arguments(Path(script).name, words, {})
+    words = f"--model-type basic_cnn --num-gpus 16 --gpu h100 --epochs 90 --json {more}"
+    assert plan(read(words.split())) == 0
+    given = taken_by_the_launcher(json.loads(capsys.readouterr().out)["recommended"]["command"])
     config = check_training(given.training)
     assert given.nodes * given.ranks_per_node == 16
     assert config.epochs == 90
@@ -147,21 +143,15 @@ def test_the_batch_that_fills_the_gpu():
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("--gpu=8gb", "--epochs=100000"),
-        ("--gpu-memory=8", "--epochs=9999"),
-        ("--gpu=8.0GB", "--epochs=1", "--images=100"),
-    ],
+    "words", ["--gpu=8gb --epochs=100000", "--gpu-memory=8 --epochs=9999", "--gpu=8.0GB --epochs=1 --images=100"]
 )
 def test_the_answer_is_written_as_people_do(words, capsys):
     """No power of ten; and the batch that fills the GPU is in it."""
-    assert plan(read(["--model-type=basic_cnn", "--num-gpus=2", "--image-size=32", "--engine=torch", *words])) == 0
+    assert plan(read(f"--model-type=basic_cnn --num-gpus=2 --image-size=32 --engine=torch {words}".split())) == 0
     text = capsys.readouterr().out
     assert not re.search(r"\de[+-]\d|inf|nan|\b0\.0\b", text)
-    assert re.search(
-        r"fills a GPU  --batch-size \d+ needs \S+ GB of 8 GB: .* images instead of 32; the learning rate", text
-    )
+    told = r"fills a GPU  --batch-size \d+ needs \S+ GB of 8 GB: .* images instead of 32; the learning rate"
+    assert re.search(told, text)
 
 
 @pytest.mark.parametrize(("model", "sees"), [("timm:test_vit", False), ("basic_cnn", True)])
@@ -209,9 +199,8 @@ def test_measure_times_real_steps_of_this_machine(monkeypatch, capsys):
     step_s = json.loads(capsys.readouterr().out)["measured_step_s"]
     assert 0 < step_s < 60
     assert plan(read(words)) == 0
-    assert re.search(
-        r"\nmeasured     \S+ m?s per step of one process on this machine, \S+ images/s\n", capsys.readouterr().out
-    )
+    told = r"\nmeasured     \S+ m?s per step of one process on this machine, \S+ images/s\n"
+    assert re.search(told, capsys.readouterr().out)
     with pytest.raises(UserError, match="--measure trains on this machine: leave --gpu out"):
         job_of(read([*words, "--gpu=h100"]))
 
@@ -262,17 +251,11 @@ def test_ranks_that_compute_layers_together_divide_weights_gradients_moments_and
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ("h100", "h100-80gb"),
-        ("H100-80GB", "h100-80gb"),
-        ("RTX 3090", "rtx3090"),
-        ("3090", "rtx3090"),
-        ("A100 40GB", "a100-40gb"),
-    ],
+    ("name", "given"),
+    [("h100-80gb", ("h100", "H100-80GB")), ("rtx3090", ("RTX 3090", "3090")), ("a100-40gb", ("A100 40GB",))],
 )
-def test_a_gpu_by_any_usual_spelling(given, name):
-    assert find_gpu(given) is GPUS[name]
+def test_a_gpu_by_any_usual_spelling(name, given):
+    assert all(find_gpu(spelling) is GPUS[name] for spelling in given)
 
 
 @pytest.mark.parametrize(("given", "gigabytes"), [("8gb", 8), ("16 GB", 16), ("10.5GiB", 10.5), ("96gb", 96)])

@@ -7,9 +7,9 @@ import re
 import shlex
 
 import pytest
-from test_plan import with_memory
+from test_plan import taken_by_the_launcher, with_memory
 
-from zerovision.launch.arguments import check_training, read_arguments
+from zerovision.launch.arguments import check_training
 from zerovision.planning import run_workload
 from zerovision.planning.flags import read
 from zerovision.planning.machines import Machine, find_gpu
@@ -84,8 +84,7 @@ def test_a_mesh_is_taken_when_nothing_else_fits():
     job = with_memory(JOB, least)
     chosen, rungs = recommend(job)
     assert rungs
-    script, *words = command_of(job, chosen)[1:]
-    taken = check_training(read_arguments(script.rpartition("/")[2], words, {}).training)
+    taken = check_training(taken_by_the_launcher(command_of(job, chosen)).training)
     groups = 4 // taken.ranks_per_replica
     assert groups * taken.batch_size * taken.gradient_accumulation_steps == 64
 
@@ -113,9 +112,9 @@ def test_giants_get_a_line_to_type(model, gpu, capsys):
         nearest = re.search(r"The nearest settings that work: (--gpu \S+)\.$", str(error))
         assert plan(read([*words, *nearest[1].split()])) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("type "))
-    shell, script, *typed = shlex.split(line)[1:]
-    assert (shell, script) == ("bash", "scripts/launch_distributed.sh")
-    taken = check_training(read_arguments("launch_distributed.sh", typed, {}).training)
+    command = shlex.split(line)[1:]
+    assert command[:2] == ["bash", "scripts/launch_distributed.sh"]
+    taken = check_training(taken_by_the_launcher(command).training)
     groups = 8 // taken.ranks_per_replica
     assert groups * taken.batch_size * taken.gradient_accumulation_steps == 8 * TrainConfig().batch_size
 
