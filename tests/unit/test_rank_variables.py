@@ -98,8 +98,8 @@ def test_processes_that_would_train_alone_are_refused(monkeypatch, variables, me
         ("", "launch.sh", ["m", "--run-name", "b", "--seed=1"], "bash scripts/launch.sh m --seed=1"),
         ("", "launch.sh", ["--resume=must", "--data", "my photos"], "bash scripts/launch.sh --data 'my photos'"),
         ("", "", [], "torchrun train.py"),
-        ("launch", "launch_distributed.sh", ["vgg", "--data", "my photos"], "zerovision launch vgg --data 'my photos'"),
-        ("launch", "launch_multi_node.sh", ["vgg", "ddp", "2"], "zerovision launch vgg ddp 2"),
+        ("launch", "launch_distributed.sh", ["vgg", "2", "--data", "a b"], "zerovision launch vgg 2 --data 'a b'"),
+        ("launch", "launch_multi_node.sh", ["vgg", "2", "--data", "a b"], "zerovision launch vgg 2 --data 'a b'"),
     ],
 )
 def test_the_line_that_goes_on_with_a_run_is_the_launchers_or_the_commands_own(
