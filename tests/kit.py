@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 
@@ -149,3 +152,24 @@ def _numbers(values: Any) -> torch.Tensor:
 
 def _largest(values: torch.Tensor) -> float:
     return values.abs().max().item() if values.numel() else 0.0
+
+
+def write_tar(file: Path, members: Mapping[str, bytes] | Sequence[tuple[str, bytes]], **options: Any) -> Path:
+    """Write a tar file with these members; `options` are tarfile's."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w", **options) as tar:
+        for name, content in members.items() if isinstance(members, Mapping) else members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return file
+
+
+def write_parquet(file: Path, columns: Mapping[str, Sequence[Any]], names: Sequence[str] = ()) -> Path:
+    """Write a Parquet file with these columns, in row groups of four; names make the column label a ClassLabel."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    feature = {"names": [*names], "_type": "ClassLabel"}
+    metadata = {"huggingface": json.dumps({"info": {"features": {"label": feature}}})} if names else None
+    parquet.write_table(pyarrow.table(dict(columns)).replace_schema_metadata(metadata), file, row_group_size=4)
+    return file
