@@ -26,11 +26,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines import build as model_module
 from zerovision.training.engines.build import ENGINES, build_engine, resolve_engine
-from zerovision.training.engines.compilation import (
-    PIXELS_THAT_PAY,
-    compile_network,
-    resolve_compile,
-)
+from zerovision.training.engines.compilation import PIXELS_THAT_PAY, compile_network, resolve_compile
 from zerovision.training.engines.deepspeed.config import read_strategy_json
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.precision import note_slow_bf16
@@ -40,6 +36,7 @@ from zerovision.training.engines.summation_tree import BLOCK, SumOfSquares, piec
 from zerovision.training.world.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+QUANTIZED = {"stage": 1, "zero_quantized_weights": True}
 SMALL, LARGE = 1000, 60_000_000  # weights; the JSON files' buckets hold 50,000,000
 
 
@@ -85,11 +82,7 @@ def test_auto_says_why_it_takes_deepspeed(tmp_path):
     [
         (plan_of("fsdp_stage3", 2, "all"), {}, "--offload"),
         (plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, "flops_profiler"),
-        (
-            plan_of("ddp", 2),
-            {"zero_optimization": {"stage": 1, "zero_quantized_weights": True}},
-            "zero_quantized_weights",
-        ),
+        (plan_of("ddp", 2), {"zero_optimization": QUANTIZED}, "zero_quantized_weights"),
     ],
 )
 def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named, tmp_path):
@@ -105,23 +98,21 @@ def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("plan", "keys", "module", "message"),
+    ("plan", "module", "message"),
     [
-        (plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, nn.Linear(2, 2), "does not support flops_profiler"),
-        (plan_of("fsdp_stage3", 2, "optimizer"), {}, nn.Linear(2, 2), "--offload optimizer: at stage 3 --engine torch"),
-        (plan_of("fsdp_stage2", 2), {}, nn.ParameterList([torch.ones(())]), "its parameter 0 is a single number"),
+        (plan_of("fsdp_stage3", 2, "optimizer"), nn.Linear(2, 2), "--offload optimizer: at stage 3 --engine torch"),
+        (plan_of("fsdp_stage2", 2), nn.ParameterList([torch.ones(())]), "its parameter 0 is a single number"),
     ],
 )
-def test_what_torch_cannot_do_is_one_line(plan, keys, module, message, tmp_path):
+def test_what_torch_cannot_do_is_one_line(plan, module, message):
     with pytest.raises(UserError, match=message):
-        resolve_engine(asked("torch", tmp_path, keys=keys), plan, module)
+        resolve_engine(TrainConfig(engine="torch"), plan, module)
     assert resolve_engine(TrainConfig(engine="torch"), plan_of("ddp", 2), module) == "torch"
 
 
 def test_a_strategys_plan_divides_one_copy_over_the_ranks_asked_for():
-    plan = plan_of("fsdp_stage3", 8, shards=4)
-    assert (plan.replicas, plan.shards) == (2, 4)
-    assert (plan_of("ddp", 8).replicas, plan_of("ddp", 8).shards) == (1, 8)
+    plans = plan_of("fsdp_stage3", 8, shards=4), plan_of("ddp", 8)
+    assert [(plan.replicas, plan.shards) for plan in plans] == [(2, 4), (1, 8)]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -134,24 +125,21 @@ LONG, SHORT = PIXELS_THAT_PAY, PIXELS_THAT_PAY - 1
 
 
 @pytest.mark.parametrize(
-    ("choice", "model_type", "pixels", "world", "expected"),
+    ("settings", "pixels", "world", "expected"),
     [
-        ("on", "vgg", SHORT, ALONE, True),
-        ("on", "vgg", SHORT, ON_GPU, True),
-        ("off", "mobilenet", LONG, ALONE, False),
-        ("auto", "mobilenet", LONG, ALONE, True),
-        ("auto", "mobilenet", SHORT, ALONE, False),
-        ("auto", "basic_cnn", LONG, ALONE, False),
-        ("auto", "mobilenet", LONG, ON_GPU, False),
-        ("auto", "vgg", 1000 * LONG, ON_GPU, False),
+        ({"compile": "on", "model_type": "vgg"}, SHORT, ALONE, True),
+        ({"compile": "on", "model_type": "vgg"}, SHORT, ON_GPU, True),
+        ({"compile": "off", "model_type": "mobilenet"}, LONG, ALONE, False),
+        ({"model_type": "mobilenet"}, LONG, ALONE, True),
+        ({"model_type": "mobilenet"}, SHORT, ALONE, False),
+        ({"model_type": "basic_cnn"}, LONG, ALONE, False),
+        ({"model_type": "mobilenet"}, LONG, ON_GPU, False),
+        ({"model_type": "vgg"}, 1000 * LONG, ON_GPU, False),
+        ({"model_type": "mobilenet", "activation_checkpointing": True}, LONG, ALONE, False),
     ],
 )
-def test_auto_compiles_long_runs_of_measured_models(choice, model_type, pixels, world, expected):
-    assert resolve_compile(TrainConfig(compile=choice, model_type=model_type), pixels, world) == expected
-
-
-def test_auto_does_not_compile_what_recomputes_activations():
-    assert not resolve_compile(TrainConfig(model_type="mobilenet", activation_checkpointing=True), LONG, ALONE)
+def test_auto_compiles_long_runs_of_measured_models(settings, pixels, world, expected):
+    assert resolve_compile(TrainConfig(**settings), pixels, world) == expected
 
 
 def test_compile_without_a_compiler_is_one_line(monkeypatch):
@@ -205,10 +193,8 @@ print(setup.notes, network(torch.ones(2, 3, 2, 2)).sum().item().hex())
 @pytest.mark.slow
 def test_half_a_library_of_a_compiler_that_was_killed_is_compiled_again(tmp_path):
     def compiled() -> str:
-        command, environment = [sys.executable, "-c", COMPILES], os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        return subprocess.run(
-            command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=True
-        ).stdout
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        return subprocess.check_output([sys.executable, "-c", COMPILES], cwd=REPO_ROOT, env=environment, text=True)
 
     first = compiled()
     libraries = [*tmp_path.rglob("*.so")]
@@ -241,11 +227,8 @@ def test_the_trial_of_compiled_code_leaves_no_trace(monkeypatch):
 def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
     """PyTorch's SyncBatchNorm replaces the layers that a flat stack such as VGG's recomputes."""
     stack = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.BatchNorm2d(4))
-    monkeypatch.setattr(
-        model_module,
-        "build_model",
-        lambda *_, **__: BuiltModel(nn.Sequential(stack), Description("basic_cnn", None, 2, 8)),
-    )
+    built = BuiltModel(nn.Sequential(stack), Description("basic_cnn", None, 2, 8))
+    monkeypatch.setattr(model_module, "build_model", lambda *_, **__: built)
     monkeypatch.setattr(model_module, "agreed", lambda action, _world: action())
     config = TrainConfig(activation_checkpointing=True, sync_batchnorm=True)
     data = SimpleNamespace(class_names=["a", "b"], preprocessing=Preprocessing(8, None, (0.5,) * 3, (0.5,) * 3))
