@@ -11,19 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors import SafetensorError
-from small_checkpoints import (
-    ALONE,
-    MOMENTS,
-    SHAPES,
-    PretendedRank,
-    holds_weights_of,
-    newest,
-    write_checkpoint,
-)
+from small_checkpoints import ALONE, MOMENTS, SHAPES, PretendedRank, holds_weights_of, newest, write_checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kit import ELEMENTWISE, assert_same_but_rounding
+from tests.kit import ELEMENTWISE, assert_equal, assert_same_but_rounding
 from tests.stored_tensors import whole_tensors
 from zerovision.training.base import files
 from zerovision.training.base.errors import UserError
@@ -31,14 +23,7 @@ from zerovision.training.base.files import unfinished
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint import manifest as manifest_module
 from zerovision.training.checkpoint import shards, store
-from zerovision.training.checkpoint.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    ShardFacts,
-    read_manifest,
-    shard_name,
-    write_manifest,
-)
+from zerovision.training.checkpoint.manifest import MANIFEST_FILE, Manifest, ShardFacts, read_manifest, shard_name
 from zerovision.training.checkpoint.restore import TrainState, restore
 from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from zerovision.training.checkpoint.store import checkpoint_name, discard, find_candidates, temporary_folder
@@ -52,19 +37,14 @@ OLD, NEW = Progress(epoch=0, step=1), Progress(epoch=1, step=2)
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_weights_and_moments_come_out_whole(tmp_path, ranks):
-    assert_whole(write_checkpoint(tmp_path, NEW, ranks=ranks))
-
-
-def assert_whole(path):
+    path = write_checkpoint(tmp_path, NEW, ranks=ranks)
     reader = CheckpointReader(path, read_manifest(path))
     expected = PretendedRank()
     assert set(reader.tensors) == {"weights", *MOMENTS}
     for kind, tensors in {"weights": expected.weights, **expected.moments}.items():
         read = whole_tensors(reader)[kind]
         assert list(read) == list(SHAPES)
-        for name, tensor in tensors.items():
-            assert read[name].dtype == torch.float32, kind
-            assert torch.equal(read[name], tensor), (kind, name)
+        assert_equal(read, tensors)
 
 
 def test_a_parameter_is_cut_across_the_ranks():
@@ -98,10 +78,9 @@ def test_a_fresh_engine_is_filled(tmp_path, size):
     restore(found, state, World(0, 0, size, size, ALONE.device))
     assert state.progress == NEW
     expected = PretendedRank(0, 2, seed=3)
-    assert all(torch.equal(engine.weights[name], expected.weights[name]) for name in SHAPES)
-    assert all(
-        torch.equal(engine.moments[kind][name], expected.moments[kind][name]) for kind in MOMENTS for name in SHAPES
-    )
+    assert_equal(engine.weights, expected.weights)
+    for kind in MOMENTS:
+        assert_equal(engine.moments[kind], expected.moments[kind])
     assert engine.applied_steps == 9
     if size == 2:
         assert torch.equal(engine.module.norm_mean, expected.module.norm_mean)
@@ -118,13 +97,11 @@ def test_a_snapshot_is_a_copy(monkeypatch, block):
             shards.box_key("weights", shard.name, shard.offsets): shard.tensors["weights"].clone()
             for shard in state.shards
         }
-        before = weights | {
-            "buffer/norm_mean@0,0": engine.module.norm_mean.clone()[None],
-            "epoch_sums/@0,0": engine.epoch_sums.clone()[None],
-        }
-        snapshot.take(state, engine.epoch_sums)
-        engine.module.norm_mean += 1
-        engine.epoch_sums += 1
+        mean, sums = engine.module.norm_mean, engine.epoch_sums
+        before = weights | {"buffer/norm_mean@0,0": mean.clone()[None], "epoch_sums/@0,0": sums.clone()[None]}
+        snapshot.take(state, sums)
+        mean += 1
+        sums += 1
         assert all(torch.equal(snapshot.tensors[name], tensor) for name, tensor in before.items())
 
 
@@ -176,7 +153,7 @@ def test_a_full_disk_is_an_error_that_the_saver_knows(small_disk):
     with pytest.raises((OSError, SafetensorError), match="No space"):
         write_shard(small_disk / "shard", snapshot)
     with pytest.raises(OSError, match="No space"):
-        write_manifest(small_disk, Manifest(NEW, {}, {}, 0, None, {}, (ShardFacts(1, "0"),)))
+        manifest_module.write_manifest(small_disk, Manifest(NEW, {}, {}, 0, None, {}, (ShardFacts(1, "0"),)))
 
 
 def test_a_manifest_comes_out_as_it_went_in(tmp_path):
@@ -191,7 +168,7 @@ def test_a_manifest_comes_out_as_it_went_in(tmp_path):
         shards=(ShardFacts(10, "ab"), ShardFacts(11, "cd")),
         data_ranks=2,
     )
-    write_manifest(tmp_path, given)
+    manifest_module.write_manifest(tmp_path, given)
     assert read_manifest(tmp_path) == given
 
 

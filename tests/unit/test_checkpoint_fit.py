@@ -23,13 +23,7 @@ from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, Tr
 from zerovision.training.config.global_batch import largest_divisor
 from zerovision.training.config.values import field_types
 from zerovision.training.observe.settings import ObserveSettings
-from zerovision.training.resume import (
-    check_fit,
-    keep_global_batch,
-    keep_groups,
-    note_other_bytes,
-    own_threads,
-)
+from zerovision.training.resume import check_fit, keep_global_batch, keep_groups, note_other_bytes, own_threads
 from zerovision.training.world.world import World
 
 CONFIG = TrainConfig(epochs=5, batch_size=8)
@@ -55,10 +49,8 @@ MIDDLE = Progress(epoch=1, step=3)
 def found(progress=MIDDLE, config=None, **identity):
     """Return a checkpoint as it is after its way through the JSON file."""
     saved = json.loads(json.dumps(dataclasses.asdict(CONFIG))) | (config or {})
-    shards = (ShardFacts(1, "0"),)
-    manifest = Manifest(
-        progress, IDENTITY | {k.replace("_", " "): v for k, v in identity.items()}, saved, 9, None, {}, shards
-    )
+    identity = IDENTITY | {name.replace("_", " "): value for name, value in identity.items()}
+    manifest = Manifest(progress, identity, saved, 9, None, {}, (ShardFacts(1, "0"),))
     return FoundCheckpoint(Path("runs/first/checkpoints/step-00001-0000003"), manifest)
 
 
@@ -91,10 +83,6 @@ def changed(name):
     }[kind]()
 
 
-def test_the_same_run_fits():
-    check_fit(found(), CONFIG, IDENTITY, STEPS_PER_EPOCH)
-
-
 @pytest.mark.parametrize("name", sorted(CHANGEABLE_ON_RESUME))
 def test_what_is_free_may_change(name):
     check_fit(found(), dataclasses.replace(CONFIG, **{name: changed(name)}), IDENTITY, STEPS_PER_EPOCH)
@@ -120,15 +108,7 @@ def test_a_flag_younger_than_the_checkpoint_had_its_default(name):
 
 def test_the_promises_of_the_manual_are_free():
     # Issue: "what may change freely (world size, strategy, precision, workers, logging) does".
-    assert {
-        "strategy",
-        "precision",
-        "workers",
-        "log_every_steps",
-        "tensorboard",
-        "progress",
-        "log_dir",
-    } <= CHANGEABLE_ON_RESUME
+    assert {"strategy", "precision", "workers"} <= CHANGEABLE_ON_RESUME
     assert inspect.get_annotations(ObserveSettings).keys() <= CHANGEABLE_ON_RESUME, "output alone"
     assert inspect.get_annotations(CheckpointSettings).keys() <= CHANGEABLE_ON_RESUME
     assert not {"seed", "model_type", "optimizer", "learning_rate", "schedule", "augmentation"} & CHANGEABLE_ON_RESUME
@@ -161,7 +141,7 @@ def test_strange_configurations_are_shown_in_one_line(name, strange):
     assert FLAG_OF[name] in refusal(found(config={name: STRANGE[strange]}))
 
 
-@pytest.mark.parametrize(("epoch", "step"), [(0, 0), (4, STEPS_PER_EPOCH), (5, 0)])
+@pytest.mark.parametrize(("epoch", "step"), [(0, 0), (1, 3), (4, STEPS_PER_EPOCH), (5, 0)])
 def test_positions_of_the_run_fit(epoch, step):
     check_fit(found(Progress(epoch, step)), CONFIG, IDENTITY, STEPS_PER_EPOCH)
 
@@ -183,10 +163,6 @@ def test_accumulation_keeps_the_global_batch(ranks, batch_size):
     held = keep_global_batch(config, found(), world_of(ranks))
     assert held.gradient_accumulation_steps * ranks * batch_size == IDENTITY["global batch"]
     assert dataclasses.replace(held, gradient_accumulation_steps=3) == config
-
-
-def test_without_a_checkpoint_nothing_changes():
-    assert keep_global_batch(CONFIG, None, ALONE) is CONFIG
 
 
 @pytest.mark.parametrize(
@@ -248,22 +224,15 @@ def test_the_global_batch_gives_the_accumulation_steps():
     held = keep_global_batch(config, None, world_of(4))
     assert held == dataclasses.replace(config, gradient_accumulation_steps=3)
     assert keep_global_batch(held, None, world_of(4)) == held
+    assert keep_global_batch(CONFIG, None, ALONE) is CONFIG
 
 
 @pytest.mark.parametrize(
     ("changes", "ranks", "told"),
     [
         ({"global_batch": 100}, 8, "use 1, 2, 4, 5, 10, 20, 25, 50 or 100 ranks, or --global-batch 64 or 128."),
-        (
-            {"global_batch": 32},
-            8,
-            "--batch-size 8 x 8 ranks does not divide --global-batch 32: use --batch-size 1, 2 or 4.",
-        ),
-        (
-            {"global_batch": 64, "gradient_accumulation_steps": 3},
-            4,
-            "--global-batch 64 needs 2 at this --batch-size: leave it out.",
-        ),
+        ({"global_batch": 32}, 8, "8 x 8 ranks does not divide --global-batch 32: use --batch-size 1, 2 or 4."),
+        ({"global_batch": 64, "gradient_accumulation_steps": 3}, 4, "64 needs 2 at this --batch-size: leave it out."),
     ],
 )
 def test_a_global_batch_that_cannot_be_is_refused_with_the_nearest(changes, ranks, told):

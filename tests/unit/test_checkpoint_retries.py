@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 from small_checkpoints import ALONE, IDENTITY, PretendedRank, holds_weights_of, newest
 
+from tests.kit import train
 from zerovision.training.base.errors import CANNOT_SAVE_EXIT_CODE, USER_ERROR_EXIT_CODE, RunEnded, UserError
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint import store
 from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.run import run
 from zerovision.training.steps import saver as saver_module
 from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.saver import Saver
@@ -250,10 +250,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_first_step(tmp_
 
 def test_a_run_that_could_not_be_saved_is_refused_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(saver_module.shutil, "disk_usage", lambda _: Usage(1000))
-    given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 1}
-    config = TrainConfig(**given, log_dir=str(tmp_path), run_name="r", cache="off", report=False, tensorboard=False)
-    assert run(config) == USER_ERROR_EXIT_CODE
+    folder = train(tmp_path, code=USER_ERROR_EXIT_CODE, data="fake", image_size=8, batch_size=125, cache="off")
     said = capsys.readouterr()
     assert len(said.err.splitlines()) == 1
-    assert said.err.startswith(f"error: {tmp_path}/runs/r has 1 kB free: the weights take ")
-    assert not (tmp_path / "runs" / "r").exists()
+    assert said.err.startswith(f"error: {folder} has 1 kB free: the weights take ")
+    assert not folder.exists()

@@ -10,24 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import (
-    average_precision_score,
-    balanced_accuracy_score,
-    f1_score,
-    log_loss,
-    precision_score,
-    recall_score,
-    roc_auc_score,
-)
+from sklearn import metrics
 
-from tests.kit import ALONE
+from tests.kit import ALONE, train
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import SCORE_NAMES, best_epoch, merit
 from zerovision.training.base.progress import Progress
 from zerovision.training.config import FIELDS, TrainConfig
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.observe.evaluation import describe_scores
-from zerovision.training.run import run
 from zerovision.training.tasks import scores as task_scores
 from zerovision.training.tasks.class_scores import check_best_by, count_classes, score_of
 from zerovision.training.tasks.labels import OneLabel
@@ -66,17 +57,21 @@ def test_scores_are_scikit_learns(decimals, monkeypatch):
     found = {name: score_of(scores, name, CLASSES) for name in SCORE_NAMES}
     probabilities, predictions = logits.softmax(1).numpy(), logits.topk(5).indices[:, 0].numpy()
     assert set(predictions) == {*range(6)}
-    assert found["macro_f1"] == f1_score(labels, predictions, average="macro", zero_division=0)
+    assert found["macro_f1"] == metrics.f1_score(labels, predictions, average="macro", zero_division=0)
     assert describe_scores(scores, "abcdefg", str)["macro"] == {
-        name: pytest.approx(score(labels, predictions, average="macro", zero_division=0), abs=1e-12)
-        for name, score in {"precision": precision_score, "recall": recall_score, "f1": f1_score}.items()
+        name: pytest.approx(
+            getattr(metrics, f"{name}_score")(labels, predictions, average="macro", zero_division=0), abs=1e-12
+        )
+        for name in ("precision", "recall", "f1")
     }
-    assert found["balanced_accuracy"] == balanced_accuracy_score(labels, predictions)
-    assert found["loss"] == pytest.approx(log_loss(labels, probabilities, labels=range(CLASSES)), rel=1e-5)
+    assert found["balanced_accuracy"] == metrics.balanced_accuracy_score(labels, predictions)
+    assert found["loss"] == pytest.approx(metrics.log_loss(labels, probabilities, labels=range(CLASSES)), rel=1e-5)
     columns = [((labels == one).numpy(), probabilities[:, one]) for one in labels.unique().tolist()]
     assert len(columns) == CLASSES - 2
-    assert found["auroc"] == pytest.approx(np.mean([roc_auc_score(*column) for column in columns]), abs=1e-12)
-    assert found["map"] == pytest.approx(np.mean([average_precision_score(*column) for column in columns]), abs=1e-12)
+    assert found["auroc"] == pytest.approx(np.mean([metrics.roc_auc_score(*column) for column in columns]), abs=1e-12)
+    assert found["map"] == pytest.approx(
+        np.mean([metrics.average_precision_score(*column) for column in columns]), abs=1e-12
+    )
     recall = {one: float((predictions == one)[labels == one].mean()) for one in labels.unique().tolist()}
     assert count_classes(scores, CLASSES).lowest_recall == min(recall.items(), key=lambda pair: pair[1])
     monkeypatch.setattr(task_scores, "SORTED_AT_ONCE", 2 * SAMPLES)  # two classes at a time
@@ -127,11 +122,9 @@ def test_the_best_epoch_is_that_of_the_lowest_loss_among_those_of_the_best_score
 def test_an_epoch_whose_score_is_no_number_is_never_the_best(tmp_path, monkeypatch):
     scores = iter([math.nan, 0.4, math.nan, 0.3])
     monkeypatch.setattr("zerovision.training.epoch.score_of", lambda *_: next(scores))
-    given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 4}
-    quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
-    assert run(TrainConfig(**given, **quiet)) == 0
-    assert epoch_of(tmp_path / "runs" / "run" / "model.safetensors") == 2
-    lines = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
+    folder = train(tmp_path, data="fake", image_size=8, batch_size=500, epochs=4)
+    assert epoch_of(folder / "model.safetensors") == 2
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     assert [line["is_best"] for line in lines if line["kind"] == "epoch"] == [False, True, False, False]
 
 
