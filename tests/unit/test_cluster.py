@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.kit import wait_until
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
 from zerovision.launch import nodes
 from zerovision.launch.arguments import LaunchArguments
@@ -35,20 +36,14 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import leave_mark, sees_mark
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.environment import software
-from zerovision.training.world.network_interfaces import (
-    address_towards,
-    check_chosen_interfaces,
-    interface_of,
-    interface_towards,
-    is_loopback,
-    own_addresses,
-)
+from zerovision.training.world import network_interfaces
+from zerovision.training.world.network_interfaces import address_towards, interface_of, interface_towards, is_loopback
 
 
-def plan(hosts: int = 4, min_nodes: int = 1, accumulation_steps: int = 1) -> Plan:
-    given = LaunchArguments("launch_multi_node.sh", {}, [], dry_run=False, min_nodes=min_nodes)
-    config = TrainConfig(gradient_accumulation_steps=accumulation_steps)
-    return Plan(given, [], config, [f"node{number}" for number in range(hosts)], "ssh", 0)
+def plan(hosts: Sequence[str], min_nodes: int = 1, ranks_per_node: int = 1, **settings: Any) -> Plan:
+    ranks = {"num_gpus": str(ranks_per_node)}
+    given = LaunchArguments("launch_multi_node.sh", ranks, [], dry_run=False, min_nodes=min_nodes)
+    return Plan(given, [], TrainConfig(**settings), [*hosts], "ssh", 0)
 
 
 def test_messages_and_what_is_printed_come_apart() -> None:
@@ -90,7 +85,7 @@ def test_a_closed_channel_says_so() -> None:
 def test_fewer_nodes_keep_the_global_batch(
     hosts: int, accumulation: int, reachable: int, least: int, used: int
 ) -> None:
-    given = plan(hosts, least, accumulation)
+    given = plan("abcdef"[:hosts], least, gradient_accumulation_steps=accumulation)
     assert given.usable_nodes(reachable) == used
     if 0 < used < hosts:
         (flag,) = given.batch_flags(used)
@@ -100,30 +95,22 @@ def test_fewer_nodes_keep_the_global_batch(
 
 @pytest.mark.parametrize(("reachable", "used"), [(3, 3), (2, 2), (1, 1), (0, 0)])
 def test_fewer_nodes_divide_the_global_batch_that_is_given(reachable: int, used: int) -> None:
-    given = plan()
-    ranks = dataclasses.replace(given.given, positional={"gpus_per_node": "8"})
-    given = dataclasses.replace(given, given=ranks, config=TrainConfig(batch_size=16, global_batch=16 * 8 * 12))
+    given = plan("abcd", ranks_per_node=8, batch_size=16, global_batch=16 * 8 * 12)
     assert given.usable_nodes(reachable) == used
     if used:
         assert given.batch_flags(used) == [f"--gradient-accumulation-steps={12 // used}"]
-    automatic = dataclasses.replace(given, config=TrainConfig(batch_size="auto", global_batch=8 * 8 * 4))
+    automatic = plan("abcd", ranks_per_node=8, batch_size="auto", global_batch=8 * 8 * 4)
     assert (automatic.usable_nodes(3), automatic.batch_flags(2)) == (2, [])
 
 
 def test_forwarded_are_what_ranks_need_and_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "NCCL_DEBUG",
-        "TORCH_NCCL_TIMEOUT",
-        "OMP_NUM_THREADS",
-        "HF_TOKEN",
-        "CUDA_VISIBLE_DEVICES",
-        "MINE",
-        "SECRET_1",
-    ):
+    wanted = {"NCCL_DEBUG", "TORCH_NCCL_TIMEOUT", "OMP_NUM_THREADS", "MINE"}
+    others = {"HF_TOKEN", "CUDA_VISIBLE_DEVICES", "SECRET_1"}
+    for name in wanted | others:
         monkeypatch.setenv(name, "1")
     found = forwarded_environment(["MINE", "ABSENT"])
-    assert {"NCCL_DEBUG", "TORCH_NCCL_TIMEOUT", "OMP_NUM_THREADS", "MINE"} <= found.keys()
-    assert not {"HF_TOKEN", "CUDA_VISIBLE_DEVICES", "SECRET_1", "ABSENT", "HOME"} & found.keys()
+    assert wanted <= found.keys()
+    assert not (others | {"ABSENT", "HOME"}) & found.keys()
 
 
 def test_remote_shells_get_names_of_hosts_and_fixed_words_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,15 +137,15 @@ def test_the_address_that_others_reach_is_found() -> None:
     assert interface_of("10.1.2.3", addresses) == "eth1"
     assert interface_of("10.9.9.9", addresses) == ""
     assert all(is_loopback(one) for one in ("127.0.0.1", "127.0.1.1", "::1", ""))
-    assert not any(is_loopback(address) for _, address, _ in own_addresses())
+    assert not any(is_loopback(address) for _, address, _ in network_interfaces.own_addresses())
 
 
 def test_the_interface_towards_a_machine_is_one_that_others_reach() -> None:
     """Also where the machine's own name resolves to 127.0.1.1."""
-    interfaces = {name for name, _, _ in own_addresses()} or {""}
+    interfaces = {name for name, _, _ in network_interfaces.own_addresses()} or {""}
     assert interface_towards("127.0.1.1") in interfaces
     assert interface_towards("no-such-host.invalid") in interfaces
-    for name, address, _ in own_addresses():
+    for name, address, _ in network_interfaces.own_addresses():
         assert interface_towards(address) == name
 
 
@@ -181,8 +168,12 @@ def test_only_what_may_pass_is_tried_again(reason: str, passing: bool) -> None:
     assert is_passing(reason) == passing
 
 
-def ended(code: int, *, is_final: bool = False, hang_order: Any = None) -> dict[str, Any]:
-    return {"code": code, "reason": f"code {code}", "is_final": is_final, "hang_order": hang_order}
+def ended(code: int, *, is_final: bool = False) -> dict[str, Any]:
+    return {"code": code, "reason": f"code {code}", "is_final": is_final, "hang_order": None}
+
+
+def hung(was_waiting: bool) -> dict[str, Any]:
+    return ended(HANG_CODE) | {"hang_order": [was_waiting, 5]}
 
 
 @pytest.mark.parametrize(
@@ -201,20 +192,8 @@ def ended(code: int, *, is_final: bool = False, hang_order: Any = None) -> dict[
         ([ended(74, is_final=True), ended(1)], "", False, 74, True),
         ([ended(1), None], "b is lost", False, 69, False),
         ([None, ended(1)], "a is lost", False, 69, False),
-        (
-            [ended(HANG_CODE, hang_order=[True, 5]), None],
-            "b is lost",
-            False,
-            69,
-            False,
-        ),  # it waited for the lost one
-        (
-            [ended(HANG_CODE, hang_order=[True, 5]), ended(HANG_CODE, hang_order=[False, 5])],
-            "",
-            False,
-            HANG_CODE,
-            False,
-        ),
+        ([hung(True), None], "b is lost", False, 69, False),  # it waited for the lost one
+        ([hung(True), hung(False)], "", False, HANG_CODE, False),
     ],
 )
 def test_how_it_ended_follows_from_the_nodes_messages(
@@ -316,11 +295,13 @@ class StubLaunch:
 
     def wait_for_rank(self, rank: int, restarts: int = 0) -> dict[str, Any]:
         path = self.folder / f"rank{rank}-{restarts}.json"
-        deadline = time.monotonic() + 60
-        while not path.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(path.exists, 60)
         return json.loads(path.read_text())
+
+    def wait_for_line(self, words: str) -> str:
+        """Return the first line of stderr with these words."""
+        assert self.process.stderr
+        return next(line for line in self.process.stderr if words in line)
 
     def record(self) -> dict[str, Any]:
         return json.loads(self.outcome.read_text())
@@ -429,9 +410,7 @@ def test_a_node_that_is_back_with_another_version_is_not_waited_for(tmp_path: Pa
     launch = StubLaunch(tmp_path, own=("--min-nodes", "1"), **odd, **away)
     launch.wait_for_rank(0)
     up.touch()
-    assert launch.process.stderr
-    while "left out: two: torch 0.0.1" not in (line := launch.process.stderr.readline()):
-        assert line
+    launch.wait_for_line("left out: two: torch 0.0.1")
     time.sleep(2)
     (launch.folder / "stop-0").write_text("15")
     code, errors = launch.end()
@@ -470,10 +449,7 @@ def test_a_node_that_comes_back_with_another_version_is_left_out_until_it_is_men
     own = ("--start-timeout", "90" if mended else "5")
     launch = StubLaunch(tmp_path, "--fault", "7", own=own, **odd)
     reason = f"two: torch 0.0.1 (elsewhere {version('torch')})"
-    assert launch.process.stderr
-    while "left out" not in (line := launch.process.stderr.readline()):
-        assert line
-    assert line == f"left out: {reason}\n"
+    assert launch.wait_for_line("left out") == f"left out: {reason}\n"
     assert not (launch.folder / "rank0-1.json").exists()
     if mended:
         shutil.rmtree(odd["ODD_PATH"])
@@ -586,9 +562,7 @@ class ReadyNodes(Nodes):
 
 
 def test_a_node_that_lost_a_gpu_ends_a_launch_but_not_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = LaunchArguments("launch_multi_node.sh", {"num_gpus": "8"}, [], dry_run=False, min_nodes=1)
-    config = TrainConfig(gradient_accumulation_steps=6, log_dir=str(tmp_path))
-    launch = Plan(given, [], config, ["a", "b", "c"], "ssh", 0)
+    launch = plan("abc", ranks_per_node=8, gradient_accumulation_steps=6, log_dir=str(tmp_path))
     gpus = {"a": 8, "b": 7, "c": 8}
     with pytest.raises(CannotStart, match=r"b: has 7 GPUs. 8 GPUs per node requested.") as refused:
         next_rendezvous(ReadyNodes(tmp_path, gpus), launch, [], set(), is_restart=False)
@@ -602,10 +576,9 @@ def test_a_node_that_lost_a_gpu_ends_a_launch_but_not_a_run(tmp_path: Path, monk
 
 @pytest.mark.parametrize(("min_nodes", "used"), [(1, "ac"), (3, "abc")])
 def test_a_doubtful_node_is_left_out_if_the_others_are_enough(tmp_path: Path, min_nodes: int, used: str) -> None:
-    given = LaunchArguments("launch_multi_node.sh", {"num_gpus": "8"}, [], dry_run=False, min_nodes=min_nodes)
-    config = TrainConfig(gradient_accumulation_steps=6, log_dir=str(tmp_path))
-    nodes = ReadyNodes(tmp_path, {"a": 8, "b": 8, "c": 8})
-    found = next_rendezvous(nodes, Plan(given, [], config, ["a", "b", "c"], "ssh", 0), [], {"b"}, is_restart=True)
+    launch = plan("abc", min_nodes, ranks_per_node=8, gradient_accumulation_steps=6, log_dir=str(tmp_path))
+    nodes = ReadyNodes(tmp_path, dict.fromkeys("abc", 8))
+    found = next_rendezvous(nodes, launch, [], {"b"}, is_restart=True)
     assert found
     assert [nodes.found[host] for host in used] == found.nodes
 
@@ -625,8 +598,7 @@ def test_a_host_that_lets_nobody_in_is_the_users_to_mend(tmp_path: Path) -> None
     code, errors = StubLaunch(tmp_path, **reason).end()
     assert code == 2
     (line,) = errors.splitlines()
-    assert "one: Permission denied" in line
-    assert "two: Permission denied" in line
+    assert all(f"{host}: Permission denied" in line for host in ("one", "two"))
 
 
 def test_the_last_lines_of_a_remote_shell_are_read_before_it_counts_as_failed() -> None:
@@ -652,11 +624,7 @@ def test_no_mark_is_left_in_this_environment() -> None:
         ("", "", ""),
         ("eth0", "", ""),
         ("lo,eth0", "", ""),
-        (
-            "eth",
-            "",
-            "GLOO_SOCKET_IFNAME 'eth': no interface 'eth'; this machine has enp3s0, eth0, eth1, lo",
-        ),  # no prefix
+        ("eth", "", "GLOO_SOCKET_IFNAME 'eth': no interface 'eth'; this machine has enp3s0, eth0, eth1, lo"),  # whole
         ("eth0,ib0", "", "GLOO_SOCKET_IFNAME 'eth0,ib0': no interface 'ib0'; "),
         ("docker0", "", "no interface 'docker0'"),  # without an address
         ("", "eth", ""),
@@ -683,10 +651,10 @@ def test_an_interface_that_is_not_there_is_refused(gloo, nccl, said, monkeypatch
     variables = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": nccl}
     if said:
         with pytest.raises(UserError) as caught:
-            check_chosen_interfaces(variables, has_gpus=True)
+            network_interfaces.check_chosen_interfaces(variables, has_gpus=True)
         assert said in str(caught.value)
         assert str(caught.value).count("\n") == 0
     else:
-        check_chosen_interfaces(variables, has_gpus=True)
+        network_interfaces.check_chosen_interfaces(variables, has_gpus=True)
     if not gloo:  # without GPUs nothing uses NCCL
-        check_chosen_interfaces(variables, has_gpus=False)
+        network_interfaces.check_chosen_interfaces(variables, has_gpus=False)
