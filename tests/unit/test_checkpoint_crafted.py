@@ -25,7 +25,7 @@ from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, MOST_SHARDS, shard_name
 from zerovision.training.checkpoint.restore import TrainState, restore
 from zerovision.training.checkpoint.shards import Snapshot
-from zerovision.training.checkpoint.store import choose, find_candidates
+from zerovision.training.checkpoint.store import choose
 from zerovision.training.tasks.scores import ScoreSums
 
 LINE_LENGTH = 1500
@@ -121,16 +121,6 @@ def test_a_link_to_a_file_counts_by_its_content(tmp_path):
     shard.unlink()
     shard.symlink_to("/etc/passwd")
     assert shard.name in refusal(path)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_a_pointer_that_is_no_file(tmp_path, make):
-    path = write_checkpoint(tmp_path, PROGRESS)
-    (tmp_path / "last").unlink()
-    make(tmp_path / "last")
-    candidates, notes = find_candidates("auto", tmp_path, is_restart=False)
-    assert candidates == [path]
-    assert_one_line(notes[0])
 
 
 # The manifest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 
@@ -117,24 +118,27 @@ def test_nothing_is_chosen_where_all_are_damaged(tmp_path):
 
 
 POINTERS = {
-    "missing": None,
-    "empty": b"",
-    "garbage": bytes(range(256)),
-    "outside": b"../../x\n",
-    "absolute": b"/etc/step-00001-0000002\n",
-    "huge": b"step-00001-0000002" * 10**6,
-    "dangling": b"step-00007-0000000\n",
-    "before all": b"step-00000-0000000\n",
+    "missing": lambda at: None,
+    "empty": lambda at: at.write_bytes(b""),
+    "garbage": lambda at: at.write_bytes(bytes(range(256))),
+    "outside": lambda at: at.write_bytes(b"../../x\n"),
+    "absolute": lambda at: at.write_bytes(b"/etc/step-00001-0000002\n"),
+    "huge": lambda at: at.write_bytes(b"step-00001-0000002" * 10**6),
+    "dangling": lambda at: at.write_bytes(b"step-00007-0000000\n"),
+    "before all": lambda at: at.write_bytes(b"step-00000-0000000\n"),
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a device": lambda at: at.symlink_to("/dev/zero"),
 }
 
 
+@pytest.mark.timeout(60)  # a reader that waits for a pipe fails instead of hanging
 @pytest.mark.parametrize("pointer", POINTERS)
 def test_a_damaged_pointer_is_named_and_the_newest_taken(tmp_path, pointer):
     for seed, progress in enumerate((OLD, NEW)):
         write_checkpoint(tmp_path, progress, seed=seed)
     (tmp_path / "last").unlink()
-    if POINTERS[pointer] is not None:
-        (tmp_path / "last").write_bytes(POINTERS[pointer])
+    POINTERS[pointer](tmp_path / "last")
     found, notes = newest(tmp_path)
     assert found.manifest.progress == NEW
     (note,) = notes
