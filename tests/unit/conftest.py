@@ -46,3 +46,10 @@ def trained():
     built, data = train_on_digits()
     built.module.eval()
     return built, data
+
+
+@pytest.fixture
+def few_images(monkeypatch):
+    """Let the data set fake have 128 training and 20 validation images."""
+    monkeypatch.setattr("zerovision.training.data.arrays.FAKE_TRAIN_IMAGES", 128)
+    monkeypatch.setattr("zerovision.training.data.arrays.FAKE_VAL_IMAGES", 20)

@@ -111,7 +111,7 @@ def test_a_wrong_setting_is_refused_where_it_is_given(settings, message, tmp_pat
     assert not [*tmp_path.rglob("*/*")]
 
 
-def test_trained_weights_begin_with_the_head_and_a_run_that_goes_on_keeps_what_it_has(result, tmp_path):
+def test_trained_weights_begin_with_the_head_and_a_run_that_goes_on_keeps_what_it_has(few_images, result, tmp_path):
     given = SMALL | {"weights": result.weights, "log_dir": tmp_path, "run_name": "tuned"}
     tuned = zerovision.train("fake", **given)
     head = zerovision.evaluate(tmp_path / "runs" / "tuned-head", output=None)
@@ -124,7 +124,7 @@ def test_trained_weights_begin_with_the_head_and_a_run_that_goes_on_keeps_what_i
     assert not (tmp_path / "runs" / "tuned-2").exists()
 
 
-def test_minutes_count_from_the_call(tmp_path):
+def test_minutes_count_from_the_call(few_images, tmp_path):
     """Not from the start of the process: a notebook is hours old."""
     data = {"data": "fake", "log_dir": str(tmp_path), "minutes": 0.5, "report": False}
     for name, began in (("now", time.time()), ("earlier", time.time() - 60)):

@@ -142,12 +142,6 @@ def test_a_limit_of_the_process_counts_too(tmp_path, monkeypatch):
 # A run.
 
 
-@pytest.fixture(autouse=True)
-def few_images(monkeypatch):
-    monkeypatch.setattr("zerovision.training.data.arrays.FAKE_TRAIN_IMAGES", 128)
-    monkeypatch.setattr("zerovision.training.data.arrays.FAKE_VAL_IMAGES", 20)
-
-
 SMALL = {"data": "fake", "image_size": 8, "batch_size": "auto"}
 
 
@@ -170,7 +164,7 @@ def short_of_memory(monkeypatch):
     monkeypatch.setattr(TorchEngine, "forward", fail)
 
 
-def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path, monkeypatch, capsys):
+def test_a_run_trains_as_with_the_number_and_keeps_it(few_images, short_of_memory, tmp_path, monkeypatch, capsys):
     loaded: list = []
     monkeypatch.setattr(
         "zerovision.training.setup.load_data", lambda options: loaded.append(options) or load_data(options)
@@ -214,7 +208,7 @@ def needs_all(monkeypatch, planned):
     return Start(plan_memory=lambda _, configs: [planned[one.activation_checkpointing] for one in configs])
 
 
-def test_a_model_that_does_not_fit_is_refused_with_what_does(tmp_path, monkeypatch, capsys):
+def test_a_model_that_does_not_fit_is_refused_with_what_does(few_images, tmp_path, monkeypatch, capsys):
     given = SMALL | {"global_batch": 16}
     start = needs_all(monkeypatch, {False: 800, True: 600})
     train(tmp_path, "refused", start, code=USER_ERROR_EXIT_CODE, **given)
