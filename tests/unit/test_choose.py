@@ -135,7 +135,7 @@ def test_the_line_that_repeats_it_gives_the_same_configuration(facts, effort, gp
         assert names <= {"run_name", "weights"}
 
 
-def test_published_weights_begin_with_the_head(tmp_path):
+def test_published_weights_begin_with_the_head():
     found = values_of(TRAINED)
     assert has_head_first(TRAINED, found, {})
     assert not has_head_first(TRAINED, found, {"tune"})
