@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.kit import assert_same_but_rounding, new_model
+from tests.kit import assert_equal, assert_same_but_rounding, new_model
 from zerovision.delivery.activation_map import activation_maps, picture_of
 from zerovision.models.ensemble import Ensemble
 from zerovision.models.weights_metadata import Preprocessing
@@ -86,13 +88,13 @@ def test_maps_of_networks(model):
     torch.manual_seed(0)
     module = new_model(model, num_classes=CLASSES, image_size=f"{SIZE}x{2 * SIZE}").module.eval()
     images = torch.randn(2, 3, SIZE, 2 * SIZE)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    before = copy.deepcopy(module.state_dict())
     with torch.no_grad():
         maps = activation_maps(module, images, torch.tensor([1, 3]))
     assert maps.shape == (2, SIZE, 2 * SIZE)
     assert 0 <= maps.min() <= maps.max() <= 1
     assert maps.std() > 0
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert_equal(module.state_dict(), before)
     assert all(parameter.grad is None for parameter in module.parameters())
 
 

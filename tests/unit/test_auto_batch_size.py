@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.kit import train
+from tests.unit.launching import WORDS
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.plan import resolve_strategy
@@ -241,16 +242,10 @@ def test_a_global_batch_without_a_micro_batch_is_refused_with_the_nearest(global
     assert micro_batches(nearest, ranks)
 
 
-LAUNCHES = {
-    "launch_distributed.sh": ["mobilenet", "ddp", "2", "auto", "3"],
-    "launch_multi_node.sh": ["mobilenet", "ddp", "2", "4", "auto", "3"],
-    "slurm_distributed.sh": ["mobilenet", "ddp", "8", "auto", "3"],
-}
-
-
-@pytest.mark.parametrize("script", LAUNCHES)
+@pytest.mark.parametrize("script", WORDS)
 def test_every_launcher_takes_auto_as_the_batch_size(script):
-    given = read_arguments(script, [*LAUNCHES[script], "--global-batch", "512"], {})
+    words = ["auto" if word == "16" else word for word in WORDS[script]]
+    given = read_arguments(script, [*words, "--global-batch", "512"], {})
     config = check_training(given.training)
     assert (config.batch_size, config.global_batch) == ("auto", 512)
 

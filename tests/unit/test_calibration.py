@@ -134,6 +134,5 @@ def test_a_table_names_its_columns(call, run, digit_folder, tmp_path):
 def test_near_certain_models_are_not_made_more_so():
     labels = torch.arange(4)
     batch = (10 * torch.eye(4), labels, torch.ones(4), labels)
-    alone = ALONE
-    assert _fit_temperature([batch], alone) == 1.0
-    assert _fit_temperature([(-batch[0], *batch[1:])], alone) == HIGHEST_TEMPERATURE
+    assert _fit_temperature([batch], ALONE) == 1.0
+    assert _fit_temperature([(-batch[0], *batch[1:])], ALONE) == HIGHEST_TEMPERATURE

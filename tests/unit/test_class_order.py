@@ -9,19 +9,15 @@ import safetensors.torch
 import timm
 import torch
 
-from tests.kit import new_model
+from tests.kit import new_model, save_built
 from zerovision.models import build
 from zerovision.models.class_order import order_of, published_classes
 from zerovision.models.weights_metadata import Preprocessing
-from zerovision.training.checkpoint.weights import save_weights
 
 PREPROCESSING = Preprocessing(8, None, mean=(0.5,) * 3, std=(0.5,) * 3)
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-KEPT, ORDERED, REPLACED = (
-    "head kept: its 3 classes have no names",
-    "head reordered",
-    "head replaced: its 3 classes differ",
-)
+KEPT, ORDERED = "head kept: its 3 classes have no names", "head reordered"
+REPLACED = "head replaced: its 3 classes differ"
 
 
 @pytest.mark.parametrize(
@@ -65,19 +61,14 @@ def saved(tmp_path):
     def save(kind: str, names: list[str]):
         torch.manual_seed(1)
         built = new_model("basic_cnn", num_classes=len(names), image_size=8)
-        state, path = built.module.state_dict(), tmp_path / "model.safetensors"
+        path = tmp_path / "model.safetensors"
         if kind == "ours":
-            save_weights(
-                path, state, description=built.description, class_names=names, preprocessing=PREPROCESSING, extra={}
-            )
+            save_built(path, built, class_names=names, preprocessing=PREPROCESSING, extra={})
         else:
-            safetensors.torch.save_file(state, path)
-        beside = {
-            "timm": {"num_classes": len(names), "label_names": names},
-            "transformers": {"id2label": dict(enumerate(names))},
-        }
-        if kind in beside:
-            (tmp_path / "config.json").write_text(json.dumps(beside[kind]))
+            safetensors.torch.save_file(built.module.state_dict(), path)
+        of_timm = {"num_classes": len(names), "label_names": names}
+        if beside := {"timm": of_timm, "transformers": {"id2label": dict(enumerate(names))}}.get(kind):
+            (tmp_path / "config.json").write_text(json.dumps(beside))
         return built.module.eval()(IMAGES), str(path)
 
     return save

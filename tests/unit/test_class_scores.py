@@ -16,7 +16,7 @@ from tests.kit import ALONE, train
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import SCORE_NAMES, best_epoch, merit
 from zerovision.training.base.progress import Progress
-from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.config import TrainConfig
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.observe.evaluation import describe_scores
 from zerovision.training.tasks import scores as task_scores
@@ -89,7 +89,6 @@ def test_what_cannot_be_told_is_no_number():
 
 def test_of_the_loss_less_is_better():
     assert set(typing.get_args(typing.get_type_hints(TrainConfig)["best_by"])) == {*SCORE_NAMES}
-    assert FIELDS["best_by"].default == "top1"
     for name in SCORE_NAMES:
         assert merit(name, 0.25) == (-0.25 if name == "loss" else 0.25)
         assert merit(name, merit(name, 3.5)) == 3.5

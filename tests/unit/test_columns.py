@@ -155,6 +155,7 @@ def test_one_folder_named_as_a_part_is_a_class_and_said_to_be(tmp_path):
     assert pair.notes == ["'train' counts as a class, because no other folder has the name of a part"]
 
 
+MULTILABEL = {"task": "multilabel", "label_column": "labels"}
 LISTS = {
     "semicolons": ["a;b", "b | c", "c", ""],
     "commas": ["a, b", "b,c", "c", "a", "b", ""],
@@ -167,8 +168,7 @@ LISTS = {
 
 @pytest.mark.parametrize("spelling", LISTS)
 def test_several_labels_in_a_cell_are_those_that_others_have_alone(spelling, tmp_path):
-    data = make_table(tmp_path / "set", rows(labels=LISTS[spelling]))
-    pair = load(data, task="multilabel", label_column="labels")
+    pair = load(make_table(tmp_path / "set", rows(labels=LISTS[spelling])), **MULTILABEL)
     assert pair.class_names == ["a", "b", "c"]
     assert {"a;b", "b;c", "c", ""} <= {*pair.sets.names}
 
@@ -186,10 +186,10 @@ def test_several_labels_in_a_cell_are_those_that_others_have_alone(spelling, tmp
 def test_odd_cells_of_several_labels(cells, names, options, tmp_path):
     data = make_table(tmp_path / "set", rows(labels=cells))
     if isinstance(names, list):
-        assert load(data, task="multilabel", label_column="labels", **options).class_names == names
+        assert load(data, **MULTILABEL, **options).class_names == names
     else:
         with pytest.raises(UserError, match=names):
-            load(data, task="multilabel", label_column="labels", **options)
+            load(data, **MULTILABEL, **options)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +201,10 @@ def test_odd_cells_of_several_labels(cells, names, options, tmp_path):
     ],
 )
 def test_what_cannot_be_told_is_refused_until_the_separator_is_said(cells, separator, names, tmp_path):
-    options = {"task": "multilabel", "label_column": "labels"}
     data = make_table(tmp_path / "set", rows(labels=cells))
     with pytest.raises(UserError, match=r"column labels: '.*' may be one label or several, .*use --task"):
-        load(data, **options)
-    assert load(data, **options, label_separator=separator).class_names == names
+        load(data, **MULTILABEL)
+    assert load(data, **MULTILABEL, label_separator=separator).class_names == names
 
 
 def test_the_column_of_a_name():
