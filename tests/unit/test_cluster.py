@@ -172,8 +172,8 @@ def ended(code: int, *, is_final: bool = False) -> dict[str, Any]:
     return {"code": code, "reason": f"code {code}", "is_final": is_final, "hang_order": None}
 
 
-def hung(was_waiting: bool) -> dict[str, Any]:
-    return ended(HANG_CODE) | {"hang_order": [was_waiting, 5]}
+def hung(was_running: bool) -> dict[str, Any]:
+    return ended(HANG_CODE) | {"hang_order": [was_running, 5]}
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,8 @@ class StubLaunch:
         self.folder = folder / "stub"
         self.folder.mkdir()
         root = stub_repo(folder)
-        node_run = root / "zerovision" / "launch" / "node_run.py"  # no other rank of these waits for a dead one
+        # How long the others may wait for a dead rank in a collective: these have none.
+        node_run = root / "zerovision" / "launch" / "node_run.py"
         node_run.write_text(node_run.read_text().replace("DEAD_RANK_SECONDS = 5.0", "DEAD_RANK_SECONDS = 1.0"))
         tools = folder / "bin"
         tools.mkdir()
@@ -626,7 +627,7 @@ def test_no_mark_is_left_in_this_environment() -> None:
         ("", "", ""),
         ("eth0", "", ""),
         ("lo,eth0", "", ""),
-        ("eth", "", "GLOO_SOCKET_IFNAME 'eth': no interface 'eth'; this machine has enp3s0, eth0, eth1, lo"),  # whole
+        ("eth", "", "GLOO_SOCKET_IFNAME 'eth': no interface 'eth'; this machine has enp3s0, eth0, eth1, lo"),  # exact
         ("eth0,ib0", "", "GLOO_SOCKET_IFNAME 'eth0,ib0': no interface 'ib0'; "),
         ("docker0", "", "no interface 'docker0'"),  # without an address
         ("", "eth", ""),
