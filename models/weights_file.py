@@ -195,8 +195,8 @@ def _check_same_network(
     if missing or unexpected:
         firsts = [f"{kind} {keys[0]!r}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
         raise UserError(
-            f"weights file '{path}' belongs to a different model than '{model_type}': {len(missing)} tensors missing, "
-            f"{len(unexpected)} unexpected (first {', first '.join(firsts)})"
+            f"weights file '{path}' belongs to a different model than '{model_type}': "
+            f"{plural(len(missing), 'tensor')} missing, {len(unexpected)} unexpected (first {', first '.join(firsts)})"
         )
     for key, shape in _other_shapes(expected, tensors).items():
         differs = f"{key!r} is {shape} there, {list(expected[key].shape)} here"

@@ -163,8 +163,6 @@ def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkey
 
 def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path):
     output = tmp_path / "audit"
-    output.mkdir()
-    (output / "audit.json").touch()  # as an audit leaves it
     fixes = tmp_path / "fixes.csv"
     fixes.write_text(f"path,action,new\n{photos}/train/bee/05.png,relabel,ant\n{photos}/val/ant/03.png,move,train\n")
     audit(AuditSettings(data=str(photos), fixes=str(fixes), output=str(output)))

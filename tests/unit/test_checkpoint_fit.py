@@ -249,21 +249,17 @@ def test_another_global_batch_than_the_checkpoints_is_refused():
 # The threads of a rank, and the leaves.
 
 
+ADVICE = "; --threads-per-rank changes this and the last bits"
+
+
 @pytest.mark.parametrize(
     ("saved", "given", "threads", "told"),
     [
         (None, 0, 4, []),  # of a version without the flag
         (0, 0, 4, []),
         (4, 0, 4, []),
-        (1, 0, 1, ["1 thread x 1 rank on 4 cores: 3 idle; --threads-per-rank changes this and the last bits"]),
-        (
-            8,
-            0,
-            8,
-            [
-                "8 threads x 1 rank on 4 cores: slower (OMP_WAIT_POLICY=passive helps); --threads-per-rank changes this and the last bits"
-            ],
-        ),
+        (1, 0, 1, [f"1 thread x 1 rank on 4 cores: 3 idle{ADVICE}"]),
+        (8, 0, 8, [f"8 threads x 1 rank on 4 cores: slower (OMP_WAIT_POLICY=passive helps){ADVICE}"]),
         (1, 4, 4, ["--threads-per-rank 4 instead of 1: the bytes will differ from those of the run so far"]),
     ],
 )

@@ -70,9 +70,9 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
     """
     data, run = settings.data, settings.run
     place = os.path.basename(os.path.abspath(os.path.expanduser(data)))
-    default = log_folder() / "audits" / (slug(place) or "data")
-    folder = Path(os.path.expanduser(settings.output)) if settings.output else default
-    check_output(folder)
+    folder = Path(os.path.expanduser(settings.output or log_folder() / "audits" / (slug(place) or "data")))
+    if not (settings.fixes and (folder / FIXED).is_file()):  # only this file is replaced
+        check_output(folder)
     is_published = run.startswith(TIMM_PREFIX)
     model = find_model(run) if run and not is_published else None
     config = (model.config() if model else None) or TrainConfig()
