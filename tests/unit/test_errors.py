@@ -54,12 +54,9 @@ def test_the_death_of_a_real_worker_is_one_line():
     assert "\n" not in line
 
 
-def test_a_lost_peer_is_one_line():
+def test_a_lost_peer_is_one_line_and_a_bug_keeps_its_traceback():
     gloo = "[/pytorch/gloo/pair.cc:561] Connection closed by peer [127.0.0.1]:20395.\nCheck the logs"
     assert known_failure(RuntimeError(gloo), 0) == "rank 0 lost the connection to another rank"
-
-
-def test_a_bug_keeps_its_traceback():
     assert known_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0) is None
 
 
@@ -97,21 +94,13 @@ def test_a_run_is_found_from_other_folders(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("word", ["~nobody.of.this.name/x", "n" * 300])
-@pytest.mark.parametrize(
-    "use",
-    [
-        find_model,
-        find_run,
-        lambda word: read_weights_file(word, []),
-        read_metadata,
-        lambda word: load_data(DataOptions(data=word)),
-    ],
-)
-def test_a_path_that_no_file_can_have_is_one_line(use, word):
-    with pytest.raises(UserError, match=r"does not exist|neither a file|no folder of that name exists"):
-        use(word)
-    with pytest.raises(UserError, match="no folder of that name exists"):
-        listing(DataOptions(data=word))
+def test_a_path_that_no_file_can_have_is_one_line(word):
+    for use in (find_model, find_run, lambda word: read_weights_file(word, []), read_metadata):
+        with pytest.raises(UserError, match="does not exist|neither a file"):
+            use(word)
+    for use in (load_data, listing):
+        with pytest.raises(UserError, match="no folder of that name exists"):
+            use(DataOptions(data=word))
     assert data_fields(TrainConfig(data=word))["data"].endswith(word)
 
 
@@ -139,17 +128,9 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(("seconds", "text"), DURATIONS.items())
-def test_durations(seconds, text):
-    assert format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(("count", "text"), SIZES.items())
-def test_sizes(count, text):
-    assert format_bytes(count) == text
-
-
-def test_counts():
+def test_durations_sizes_and_counts():
+    assert {seconds: format_duration(seconds) for seconds in DURATIONS} == DURATIONS
+    assert {size: format_bytes(size) for size in SIZES} == SIZES
     assert [plural(count, "class") for count in (0, 1, 2000)] == ["0 classes", "1 class", "2,000 classes"]
     assert [plural(count, "step") for count in (1, 2)] == ["1 step", "2 steps"]
 
