@@ -7,8 +7,6 @@ import functools
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "models",
@@ -32,19 +30,27 @@ OWNERS = {
 }
 
 
+@functools.cache
 def python_files():
-    return [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    """Return our files as (path below the repository, text, nodes of the syntax tree)."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    return [(name, text, [*ast.walk(ast.parse(text))]) for name, text in texts.items()]
+
+
+def names_imported(node):
+    """Return the modules that an import names, and what it takes from them."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
 
 
 @functools.cache
-def imported_modules(path):
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return found
+def imports():
+    """Return all pairs of a file and what it imports, anywhere in it."""
+    return [(path, name) for path, _, nodes in python_files() for node in nodes for name in names_imported(node)]
 
 
 # What each folder may import beside itself; models/ also zerovision/training/base.
@@ -60,32 +66,28 @@ ARROWS = {
 }
 
 
-def folder_of(module):
-    """Return the folder of a module of ours; models/ is `zerovision.models` by a link."""
-    parts = module.split(".")
+def folder_of(path):
+    """Return the folder of a file or a module of ours; models/ is `zerovision.models` by a link."""
+    parts = path.split("/")
     if parts[:2] == ["zerovision", "models"]:
         return "models"
     return "/".join(parts[:2]) if parts[0] == "zerovision" else parts[0]
 
 
-@pytest.mark.parametrize("folder", ARROWS)
-def test_imports_run_one_way(folder):
+def test_imports_run_one_way():
     assert set(ARROWS) == set(PACKAGES)
     against = {
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in (ROOT / folder).rglob("*.py")
-        for name in imported_modules(path)
-        if folder_of(name) in ARROWS.keys() - ARROWS[folder] - {folder}
+        f"{path} imports {name}"
+        for path, name in imports()
+        for folder in [folder_of(path)]
+        if folder_of(name.replace(".", "/")) in ARROWS.keys() - ARROWS[folder] - {folder}
         and not (folder == "models" and f"{name}.".startswith("zerovision.training.base."))
     }
     assert against == set()
 
 
 def test_scripts_are_entries_that_nothing_imports():
-    importers = {
-        str(path) for path in python_files() for name in imported_modules(path) if name.split(".")[0] == "scripts"
-    }
-    assert importers == set()
+    assert [path for path, name in imports() if name.split(".")[0] == "scripts"] == []
 
 
 # The rooms of training/, the lowest first: a room imports itself and those before it. `config` has the parser, which
@@ -97,47 +99,34 @@ def room_of(path):
     return path.split("/")[2] if path.count("/") > 2 else "root"
 
 
-def modules_needed(path):
-    """Return what a file imports when it runs, without what its annotations alone name."""
-    tree = ast.parse(path.read_text())
-    for node in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
-        if ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
 def test_rooms_of_training_stand_one_above_the_other():
-    paths = {str(path.relative_to(ROOT)): path for path in (ROOT / "zerovision/training").rglob("*.py")}
-    assert {room_of(path) for path in paths} == set(ROOMS)
-    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in paths}
-    against = {
-        f"{name} imports {module}"
-        for name, path in paths.items()
-        for module in modules_needed(path)
-        if module in modules and ROOMS.index(room_of(modules[module])) > ROOMS.index(room_of(name))
-    }
+    """What annotations alone name is not needed when a file runs."""
+    files = {path: nodes for path, _, nodes in python_files() if path.startswith("zerovision/training/")}
+    assert {room_of(path) for path in files} == set(ROOMS)
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+    against = set()
+    for path, nodes in files.items():
+        of_types = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        unneeded = {id(node) for branch in of_types for part in branch.body for node in ast.walk(part)}
+        needed = {name for node in nodes if id(node) not in unneeded for name in names_imported(node)}
+        against |= {
+            f"{path} imports {name}"
+            for name in needed & modules.keys()
+            if ROOMS.index(room_of(modules[name])) > ROOMS.index(room_of(path))
+        }
     assert against == set()
 
 
-@pytest.mark.parametrize("library", OWNERS)
-def test_a_library_has_one_owner(library):
-    users = {
-        str(path.relative_to(ROOT))
-        for path in python_files()
-        if any(name == library or name.startswith(library + ".") for name in imported_modules(path))
-    }
-    assert users == OWNERS[library]
+def test_a_library_has_one_owner():
+    users = {library: {path for path, name in imports() if f"{name}.".startswith(f"{library}.")} for library in OWNERS}
+    assert users == OWNERS
 
 
 def test_no_rank_unpickles_what_another_sends():
     """PyTorch's collectives of objects do: `gather_objects` and `broadcast_object` take their place."""
     found = []
-    for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, _, nodes in python_files():
+        for node in nodes:
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             if name == "Unpickler" or name.endswith(("gather_object", "_object_list")):
                 found.append(f"{path}:{node.lineno}")
@@ -147,8 +136,8 @@ def test_no_rank_unpickles_what_another_sends():
 def test_names_become_behaviour_in_tables_only():
     """No `if strategy == ...`, no `if model_type == ...`."""
     found = []
-    for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, _, nodes in python_files():
+        for node in nodes:
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
                 words = ast.unparse(node.left)
                 if words.endswith(("strategy", "model_type")):
@@ -157,31 +146,21 @@ def test_names_become_behaviour_in_tables_only():
 
 
 def test_the_environment_is_read_where_it_belongs():
+    training, launch = "zerovision/training", "zerovision/launch"
     allowed = {
-        *(f"zerovision/training/world/{name}.py" for name in ("launchers", "world", "preserved_process")),
-        *(
-            "zerovision/commands/train_distributed.py",
-            "zerovision/training/base/heartbeat.py",
-            "zerovision/training/engines/deepspeed/engine.py",
-        ),
-        *(f"zerovision/launch/{name}.py" for name in ("launch", "local_ranks", "process_tree")),  # hand it on
-        "zerovision/extras/sweep.py",  # hands it on
-        "zerovision/training/config/command_line.py",  # rank 0 prints for all
-        *(f"zerovision/launch/{name}.py" for name in ("agent", "plan", "hosts")),  # the same
-        *(
-            "zerovision/launch/slurm.py",
-            "zerovision/launch/doctor.py",
-            "zerovision/launch/machine_facts.py",
-        ),  # Slurm's and ssh's
-        *(
-            f"zerovision/training/observe/loggers/{name}.py" for name in ("tracker", "tracker_process")
-        ),  # the trackers' own
-        "zerovision/training/base/run_folder.py",  # whether the user types scripts or `zerovision`
-        "zerovision/training/world/gpus.py",  # CUDA_VISIBLE_DEVICES
-        "zerovision/training/base/helper_processes.py",  # TMPDIR, and what other Python processes get
+        *(f"{training}/world/{name}.py" for name in ("launchers", "world", "preserved_process")),
+        *(f"{training}/world/gpus.py", f"{training}/base/heartbeat.py"),  # CUDA_VISIBLE_DEVICES; the launch's folder
+        *("zerovision/commands/train_distributed.py", f"{training}/engines/deepspeed/engine.py"),
+        *(f"{launch}/{name}.py" for name in ("launch", "local_ranks", "process_tree")),  # hand it on
+        "zerovision/extras/sweep.py",  # the same
+        f"{training}/config/command_line.py",  # rank 0 prints for all
+        *(f"{launch}/{name}.py" for name in ("agent", "plan", "hosts")),  # the same
+        *(f"{launch}/{name}.py" for name in ("slurm", "doctor", "machine_facts")),  # Slurm's and ssh's
+        *(f"{training}/observe/loggers/{name}.py" for name in ("tracker", "tracker_process")),  # the trackers' own
+        f"{training}/base/run_folder.py",  # whether the user types scripts or `zerovision`
+        f"{training}/base/helper_processes.py",  # TMPDIR, and what other Python processes get
     }
-    readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
-    assert readers <= allowed
+    assert {path for path, text, _ in python_files() if "os.environ" in text} <= allowed
 
 
 def test_test_files_have_names_of_their_own():

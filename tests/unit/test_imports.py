@@ -35,6 +35,7 @@ except SystemExit as end:
 """
 # What is done, and what is not imported for that: all of one process, each after those above it.
 LIGHT = {
+    "import zerovision.launch.local_ranks": "torch psutil",
     "import zerovision.launch.launch, zerovision.launch.agent, zerovision.launch.slurm": "torch numpy timm",
     "import zerovision.models": "torch timm numpy",
     "import zerovision.training.config.command_line": "torch timm deepspeed",
