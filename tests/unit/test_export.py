@@ -20,7 +20,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from exports import IMAGE_SIZE, ROOT, held_out, run_export, save_run
+from exports import IMAGE_SIZE, ROOT, held_out, lines_of, run_export, save_run
 from PIL import Image
 from safetensors.torch import load_file
 from timm.data.readers.class_map import load_class_map
@@ -31,38 +31,10 @@ from zerovision.delivery.export.comparison import check_agreement, compare
 from zerovision.delivery.export.export_job import CheckImages, tracing
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
-from zerovision.training.checkpoint.weights import load_model, preprocess, read_metadata, write_class_map
+from zerovision.training.checkpoint.weights import read_metadata, write_class_map
 from zerovision.training.tasks.labels import OneLabel
 
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-CROPPED = Preprocessing(IMAGE_SIZE, 21, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5), interpolation="bicubic")
-# Follows preprocessing.json with Pillow and NumPy; torch and our packages cannot be imported.
-CONSUMER = """
-import sys
-for name in ("torch", "torchvision", "timm", "onnx", "zerovision"):
-    sys.modules[name] = None
-import json
-import numpy as np, onnxruntime
-from PIL import Image, ImageOps
-folder, model, *paths = sys.argv[1:]
-use = json.load(open(folder + "/preprocessing.json"))
-session = onnxruntime.InferenceSession(folder + "/" + model)
-batch = []
-for path in paths:
-    image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
-    size, short = use["image_size"], use["resize_size"]
-    filter = Image.Resampling[use["interpolation"].upper()]
-    if short is None:
-        image = image.resize((size, size), filter)
-    else:
-        image = image.resize([max(int(side * short / min(image.size)), short) for side in image.size], filter)
-        left, top = (round((side - size) / 2) for side in image.size)
-        image = image.crop((left, top, left + size, top + size))
-    values = (np.asarray(image, np.float32) / 255 - np.float32(use["mean"])) / np.float32(use["std"])
-    batch.append(values.transpose(2, 0, 1))
-logits = session.run([use["output"]["name"]], {use["input"]["name"]: np.stack(batch)})[0]
-print(json.dumps({"logits": logits.tolist(), "names": [use["class_names"][k] for k in logits.argmax(1)]}))
-"""
+NOT_THERE = "import sys\nsys.modules |= dict.fromkeys(('torch', 'torchvision', 'timm', 'onnx', 'zerovision'))\n"
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +133,7 @@ def test_every_file_says_what_it_is_and_where_it_came_from(trained, run_folder, 
     use = json.loads((in_onnx.parent / "preprocessing.json").read_text())
     assert Preprocessing.from_dict(use) == data.preprocessing
     assert use["class_names"] == data.class_names
+    assert (use["input"]["name"], use["output"]["name"]) == ("images", "logits")
     model = onnx.load(in_onnx)
     facts = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
     assert facts["class_names"] == data.class_names
@@ -179,47 +152,17 @@ def test_every_file_says_what_it_is_and_where_it_came_from(trained, run_folder, 
     assert not any(word.encode() in content for word in ("site-packages", ".py", str(ROOT), str(run_folder.parent)))
 
 
-@pytest.mark.parametrize(
-    "preprocessing", [pytest.param(None, marks=pytest.mark.slow), CROPPED], ids=["resized", "cropped"]
-)
-def test_onnxruntime_alone_answers_as_we_do(preprocessing, trained, monkeypatch, tmp_path):
-    """In a process without torch and without us; Pillow and NumPy follow preprocessing.json."""
-    built, data = trained
-    data = dataclasses.replace(data, preprocessing=preprocessing or data.preprocessing)
-    folder = save_run(tmp_path / "digits", built, data)
-    assert run_export(monkeypatch, folder, "--format", "onnx", "--max-accuracy-loss", "100") == 0
-    draws = np.random.default_rng(0)
-    # Smooth pictures: Pillow and torchvision round a resized pixel differently, by a grey level.
-    pictures = [Image.fromarray(draws.integers(0, 256, (5, 7, 3), dtype=np.uint8)) for _ in range(3)]
-    paths = [tmp_path / f"{number}.png" for number in range(3)]
-    for picture, path, size in zip(pictures, paths, ((80, 48), (31, 90), (IMAGE_SIZE, IMAGE_SIZE)), strict=True):
-        picture.resize(size, Image.Resampling.BICUBIC).save(path)
-    command = [sys.executable, "-I", "-c", CONSUMER, str(folder / "export"), "basic_cnn-fp32.onnx", *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    module, metadata = load_model(folder / "model.safetensors")
-    images = torch.stack([preprocess(metadata)(Image.open(path)) for path in paths])
-    ours = plain_logits(module, images)
-    assert_same_but_rounding(answer["logits"], ours, 0.01)
-    assert answer["names"] == [data.class_names[k] for k in ours.argmax(1)]
-
-
-def guides_lines(word: str) -> str:
-    page = (ROOT / "docs" / "guides" / "export.md").read_text()
-    return next(body for body in BLOCK.findall(page) if word in body)
-
-
-def test_the_lines_of_the_guide_run_as_they_stand(trained, exported, tmp_path):
+def test_the_lines_of_the_guide_run_as_they_stand_with_onnxruntime_alone(trained, exported, tmp_path):
+    """In a process without torch and without us. What they compute of all kinds of pictures: test_snippets.py."""
     _, data = trained
-    code = guides_lines("preprocessing.json")
     output = tmp_path / "logs" / "runs" / "digits" / "export"
     file, _ = exported("onnx", "fp32")
     shutil.copytree(file.parent, output)
     (output / file.name).rename(output / "mobilenet-fp32.onnx")
     pixels = data.val.source.read(7)
     Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(tmp_path / "photo.png")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    command = [sys.executable, "-I", "-c", NOT_THERE + lines_of("preprocessing.json onnxruntime")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.stdout.strip() == data.class_names[int(data.val.source.labels[7])], done.stderr
 
 
@@ -233,10 +176,8 @@ def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, mon
     words = ("--format", "safetensors", "--precision", precision, "--check-images", "8", "--max-accuracy-loss", "100")
     assert run_export(monkeypatch, folder, *words) == 0
     file = folder / "export" / f"timm-resnet18-{precision}.safetensors"
-    code = guides_lines("timm.create_model")
-    place = "logs/runs/photos/model.safetensors"
     names = {}
-    exec(code.replace(place, str(file)), names)
+    exec(lines_of("timm.create_model").replace("logs/runs/photos/model.safetensors", str(file)), names)
     images = held_out(data)[0][:5]
     network = names["network"]
     assert type(network) is type(timm.create_model("resnet18"))
