@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import kit
 from tests.kit import ROUNDING
 from zerovision.training import auto_learning_rate
 from zerovision.training.auto_learning_rate import HIGHEST, LOWEST, find_rate
@@ -21,7 +22,6 @@ from zerovision.training.base.run_folder import LEARNING_RATE, METRICS
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.batch_transforms import Mixing
 from zerovision.training.data.reader import Batch
-from zerovision.training.run import run as train_run
 from zerovision.training.tasks.labels import GUESSES, build_loss
 from zerovision.training.trial import KeptSteps
 
@@ -118,22 +118,38 @@ def test_a_loss_that_no_rate_lowers_suggests_none(steps):
     assert found >= 45
 
 
-RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 1}
-RECIPE |= {"progress": "off", "tensorboard": False, "report": False}
+RECIPE = {"image_size": 8, "batch_size": 8, "epochs": 1}  # of 8 steps
 
 
-def train(log_dir, name, **changes):
-    assert train_run(TrainConfig(**(RECIPE | {"log_dir": str(log_dir), "run_name": name} | changes))) == 0
-    folder = log_dir / "runs" / name
-    return folder, json.loads((folder / "config.json").read_text())["learning_rate"]
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> str:
+    """A set of ten colours, 64 images to train on: as few as a rate can be told by."""
+    draws, labels = np.random.default_rng(5), np.arange(96) % 10
+    pixels = draws.integers(0, 190, (10, 1, 1, 3))[labels] + draws.integers(0, 60, (96, 8, 8, 3))
+    path, pixels = tmp_path_factory.mktemp("images") / "images.npz", pixels.astype(np.uint8)
+    np.savez(path, x_train=pixels[:64], y_train=labels[:64], x_test=pixels[64:], y_test=labels[64:])
+    return f"npz:{path}"
 
 
-def test_an_automatic_rate_is_the_best_of_short_trainings_and_trains_as_the_same_number(tmp_path, monkeypatch):
+@pytest.fixture
+def train(images, tmp_path):
+    """Train on the images; return the folder of the run and its rate."""
+
+    def run(name, code=0, **changes):
+        folder = kit.train(tmp_path, name, code=code, **({"data": images} | RECIPE | changes))
+        return folder, code or json.loads((folder / "config.json").read_text())["learning_rate"]
+
+    return run
+
+
+def test_an_automatic_rate_is_the_best_of_short_trainings_and_trains_as_the_same_number(train, monkeypatch):
     monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 20)  # three epochs, of 7 of their 8 steps
-    auto, rate = train(tmp_path, "auto", learning_rate="auto", epochs=3)
+    recipe = {"learning_rate": "auto", "optimizer": "sgd"}  # whose usual rate is not the best
+    auto, rate = train("auto", epochs=3, **recipe)
     result = json.loads((auto / LEARNING_RATE).read_text())
     tried = {row[0]: row[1:] for row in result["tried"]}
-    assert {3.2e-4, 1e-3} < tried.keys() or {1e-3, 3.2e-3} < tried.keys()
+    assert {1e-3, 3.2e-3, rate} < tried.keys()
+    assert rate != 1e-3
     assert [len(losses) for _, losses in tried.values()] == [21] * len(tried)
     assert [final for final, _ in tried.values()] == pytest.approx(
         [np.mean(losses[-4:]) for _, losses in tried.values()]
@@ -142,18 +158,18 @@ def test_an_automatic_rate_is_the_best_of_short_trainings_and_trains_as_the_same
     assert all(tried[rate][0] <= final for final, _ in tried.values())
     assert not (auto / "learning-rate-trial").exists()
 
-    typed, _ = train(tmp_path, "typed", learning_rate=rate, epochs=3)
+    typed, _ = train("typed", epochs=3, **recipe | {"learning_rate": rate})
     for name in ("model.safetensors", "checkpoints/step-00003-0000000/shard-00000.safetensors"):
         assert (auto / name).read_bytes() == (typed / name).read_bytes(), name
 
     monkeypatch.setattr("zerovision.training.auto_learning_rate._search", None)  # a resume makes no other search
-    assert train(tmp_path, "auto", learning_rate="auto", epochs=4, resume="auto")[1] == rate
+    assert train("auto", epochs=4, resume="auto", **recipe)[1] == rate
     shutil.rmtree(auto / "checkpoints")  # as if it had been stopped before the first one
-    assert train(tmp_path, "auto", learning_rate="auto", resume="auto")[1] == rate
+    assert train("auto", resume="auto", **recipe)[1] == rate
     shutil.rmtree(auto / "checkpoints")
     monkeypatch.setattr("zerovision.training.auto_learning_rate._search", lambda *_: (0.25, "tried"))
-    other = {"optimizer": "sgd", "resume": "auto"}  # what was found with another optimizer does not hold
-    assert train(tmp_path, "auto", learning_rate="auto", **other)[1] == 0.25
+    other = recipe | {"optimizer": "momentum", "momentum": 0.1}  # for which what was found does not hold
+    assert train("auto", resume="auto", **other)[1] == 0.25
 
 
 def only_the_first(first, *given):
@@ -161,52 +177,52 @@ def only_the_first(first, *given):
     return first, {first: given[-1](first)}
 
 
-def test_a_trial_is_the_run_in_small(tmp_path, monkeypatch):
+def test_a_trial_is_the_run_in_small(train, monkeypatch):
     """As a run of as many steps with that rate: the same weights, images and schedule."""
     monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 24)
     monkeypatch.setattr("zerovision.training.auto_learning_rate.find_rate", only_the_first)
     recipe = {"optimizer": "muon", "schedule": "linear", "mixup": 0.5, "epochs": 3, "warmup_epochs": 1.0}
-    folder, _ = train(tmp_path, "auto", learning_rate="auto", **recipe)
+    folder, _ = train("auto", learning_rate="auto", **recipe)
     rate, _, losses = json.loads((folder / LEARNING_RATE).read_text())["tried"][0]
-    typed, _ = train(tmp_path, "typed", learning_rate=rate, log_every_steps=1, **recipe)
+    typed, _ = train("typed", learning_rate=rate, log_every_steps=1, **recipe)
     entries = map(json.loads, (typed / METRICS).read_text().splitlines())
     assert losses == [entry["loss"] for entry in entries if entry["kind"] == "step"]
 
 
 @pytest.mark.slow
-def test_a_trial_is_as_long_as_the_run_at_most_and_trains_no_epoch_whole_for_less(tmp_path, monkeypatch):
+def test_a_trial_is_as_long_as_the_run_at_most_and_trains_no_epoch_whole_for_less(train, monkeypatch):
     steps = []
     monkeypatch.setattr(
         "zerovision.training.auto_learning_rate.find_rate", lambda *given: (0.5, {1e-3: steps.append(given[-1](1e-3))})
     )
     monkeypatch.setattr("zerovision.training.auto_learning_rate.describe_search", lambda *_: {})
     monkeypatch.setattr("zerovision.training.auto_learning_rate.in_words", lambda _: "")
-    train(tmp_path, "short", learning_rate="auto", batch_size=20)  # 50 steps an epoch
+    train("short", learning_rate="auto", data="fake", batch_size=20)  # 50 steps an epoch
     monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 25)
-    train(tmp_path, "long", learning_rate="auto", batch_size=20)
+    train("long", learning_rate="auto", data="fake", batch_size=20)
     assert [len(losses) for losses in steps] == [50, 25]
 
 
 @pytest.mark.slow
-def test_trials_mix_as_the_runs_first_epochs(tmp_path, monkeypatch):
+def test_trials_mix_as_the_runs_first_epochs(train, monkeypatch):
     monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 24)
     monkeypatch.setattr("zerovision.training.auto_learning_rate.find_rate", only_the_first)
     drawn = []
     monkeypatch.setattr(Mixing, "drawn", lambda _self, epoch, *_: drawn.append(epoch))
-    train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
+    train("off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
     epochs = [epoch for epoch, _ in itertools.groupby(drawn)]
     assert epochs == [0, 1, 0, 1, 2], "the trial again from the start in place of epoch 2, then the training"
 
 
-def test_no_clear_fall_ends_the_run_and_names_the_default(tmp_path, monkeypatch, capsys):
+def test_no_clear_fall_ends_the_run_and_names_the_default(train, monkeypatch, capsys):
     monkeypatch.setattr("zerovision.training.auto_learning_rate._train", lambda *_: [2.0] * 100)
-    assert train_run(TrainConfig(**(RECIPE | {"log_dir": str(tmp_path), "learning_rate": "auto"}))) == 2
+    train("none", code=2, learning_rate="auto")
     told = "no rate from 0.00032 to 0.0032 clearly lowered the loss within 100 steps: use a number (the default is"
     assert f"{told} 0.001)." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("when", ["in a trial", "between trials"])
-def test_a_stop_during_the_search_is_obeyed_at_the_next_step_with_the_usual_end(tmp_path, monkeypatch, capsys, when):
+def test_a_stop_during_the_search_is_obeyed_at_the_next_step_with_the_usual_end(train, monkeypatch, capsys, when):
     trials, steps, free = [], KeptSteps.steps, auto_learning_rate.free_memory
 
     def logged(losses, point):
@@ -223,8 +239,7 @@ def test_a_stop_during_the_search_is_obeyed_at_the_next_step_with_the_usual_end(
 
     monkeypatch.setattr(KeptSteps, "steps", logged)
     monkeypatch.setattr(auto_learning_rate, "free_memory", freed)
-    changes = {"progress": "lines", "learning_rate": "auto", "epochs": 3, "log_dir": str(tmp_path), "run_name": "r"}
-    assert train_run(TrainConfig(**(RECIPE | changes))) == 143
+    folder, _ = train("r", code=143, progress="lines", learning_rate="auto", epochs=3)
     assert [len(losses.losses) for losses in trials] == ([24, 3] if when == "in a trial" else [24])
     lines = capsys.readouterr().out.splitlines()
     own = [line for line in lines if line.startswith("--learning-rate auto: ")]
@@ -232,5 +247,5 @@ def test_a_stop_during_the_search_is_obeyed_at_the_next_step_with_the_usual_end(
     assert re.fullmatch(r"--learning-rate auto: 0\.001 has a loss of \d\.\d{3} after 24 steps \(\d+ s\)", own[1])
     assert [line for line in lines if line.endswith("stopped by SIGTERM before the first step")]
     assert [line for line in lines if "to continue  " in line and line.endswith("--run-name=r --resume=auto")]
-    assert not (tmp_path / "runs" / "r" / LEARNING_RATE).exists()
-    assert not (tmp_path / "runs" / "r" / "learning-rate-trial").exists()
+    assert not (folder / LEARNING_RATE).exists()
+    assert not (folder / "learning-rate-trial").exists()
