@@ -101,15 +101,5 @@ def test_help_shows_what_most_trainings_need_and_all_of_it_if_asked(capsys) -> N
         parse_args(["--dropout", "2"])
 
 
-def test_a_changed_default_is_found() -> None:
-    """The check can fail: another default, or another range, is another line."""
-    one, other = OneLineParser("a", None), OneLineParser("a", None)
-    one.add_number("--top-k", 1, 9, default=3)
-    other.add_number("--top-k", 1, 9, default=4)
-    (first, second) = (describe("a", parser, parser._actions[-1]) for parser in (one, other))
-    assert first == "a --top-k: a whole number from 1 to 9; default 3"
-    assert first != second
-
-
 if __name__ == "__main__":
     print("\n".join(lines()))

@@ -54,15 +54,11 @@ def test_a_file_that_never_ends_or_never_answers_is_one_line(tmp_path: Path) -> 
             assert str(path) in str(caught.value)
 
 
-def test_nested_brackets_without_end_are_one_line(tmp_path: Path) -> None:
+def test_nested_brackets_without_end_and_a_binary_file_are_one_line(tmp_path: Path) -> None:
+    """Other mistakes are in tests/references/errors.txt."""
     path = write(tmp_path, "[" * 100_000)
     with pytest.raises(UserError, match="cannot be read"):
         read_strategy_json("ddp", str(path))
-
-
-def test_a_binary_file_is_no_hostfile(tmp_path: Path) -> None:
-    """Other mistakes are in tests/references/errors.txt."""
-    path = tmp_path / "hostfile"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=f"hostfile '{path}'"):
         read_hostfile(path)

@@ -77,8 +77,7 @@ def test_validation_images_are_those_of_a_set_of_their_size(data):
 
 
 def build(model: str):
-    world = ALONE
-    return build_training_model(parse_args(["--model-type", model])[0], load_data(PROGRESSIVE), world)
+    return build_training_model(parse_args(["--model-type", model])[0], load_data(PROGRESSIVE), ALONE)
 
 
 def test_the_network_is_made_for_the_validation_images():

@@ -12,7 +12,7 @@ import pytest
 
 from zerovision.training.config.command_line import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 SCRIPT = """
 import sys
 from zerovision.training.base.lasting_output import outlast_readers
@@ -31,9 +31,8 @@ sys.exit(7)
 
 def exit_code_after_the_reader_has_gone(place: str, *words: str) -> int:
     ours, theirs = pty.openpty() if place == "terminal" else os.pipe()
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *words], env=environment, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs
+        [sys.executable, "-c", SCRIPT, *words], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs
     ) as process:
         os.close(theirs)
         assert os.read(ours, 4) == b"read"
@@ -70,8 +69,7 @@ def test_a_process_does_not_wait_for_a_paused_reader(place, lines, tmp_path):
     """It keeps what was printed until somebody reads it, the last 16 MB."""
     ours, theirs = pty.openpty() if place == "terminal" else os.pipe()
     command = [sys.executable, "-c", PAUSED_SCRIPT, str(lines), str(tmp_path / "said"), "60" if lines == 300 else "0"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=theirs) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=theirs) as process:
         os.close(theirs)
         printed = os.read(ours, 6)
         if place == "terminal":
@@ -105,10 +103,9 @@ def test_a_process_does_not_wait_for_a_paused_reader(place, lines, tmp_path):
 
 def test_a_process_that_ends_waits_for_a_paused_reader_only_so_long(tmp_path):
     reader, writer = os.pipe()
-    command = [sys.executable, "-c", PAUSED_SCRIPT, "300", str(tmp_path / "said"), "0.2"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    command[2] = PAUSED_SCRIPT.replace("sys.exit(7)", "import os; os._exit(7)")  # as a rank ends
-    done = subprocess.run(command, env=environment, input=b"\n", stdout=writer, check=False, timeout=60)
+    script = PAUSED_SCRIPT.replace("sys.exit(7)", "import os; os._exit(7)")  # as a rank ends
+    command = [sys.executable, "-c", script, "300", str(tmp_path / "said"), "0.2"]
+    done = subprocess.run(command, env=ENVIRONMENT, input=b"\n", stdout=writer, check=False, timeout=60)
     assert done.returncode == 7
     os.close(reader)
     os.close(writer)
@@ -119,8 +116,7 @@ def test_a_signal_ends_a_process_that_waits_for_a_paused_reader_at_its_end(tmp_p
     reader, writer = os.pipe()
     start = "import signal; signal.signal(signal.SIGTERM, lambda *_: None)" + PAUSED_SCRIPT
     command = [sys.executable, "-c", start, "300", str(tmp_path / "said"), "0"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=writer) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=writer) as process:
         process.stdin.write(b"\n")
         process.stdin.flush()
         while not (tmp_path / "said").exists():
