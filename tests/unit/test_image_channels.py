@@ -184,13 +184,13 @@ def test_a_description_for_rgb_is_as_before():
 
 @pytest.mark.parametrize(("source", "target"), [(1, 3), (4, 3), (3, 1), (3, 4), (4, 1)])
 def test_first_layers_of_files_are_adapted_as_timm_does_it(tmp_path, source, target):
-    given = timm.create_model("resnet18", num_classes=5, in_chans=source).state_dict()
+    given = timm.create_model("test_resnet", num_classes=5, in_chans=source).state_dict()
     torch.save(given, tmp_path / "resnet")
     built = new_model(
-        "timm:resnet18", num_classes=5, image_size=64, image_channels=target, weights=str(tmp_path / "resnet")
+        "timm:test_resnet", num_classes=5, image_size=64, image_channels=target, weights=str(tmp_path / "resnet")
     )
-    expected = adapt_input_conv(target, given["conv1.weight"], base_chans=source)
-    assert torch.equal(built.module.state_dict()["conv1.weight"], expected)
+    expected = adapt_input_conv(target, given["conv1.0.weight"], base_chans=source)
+    assert torch.equal(built.module.state_dict()["conv1.0.weight"], expected)
     words = {"num_classes": 5, "image_size": 32, "ensemble_members": "basic_cnn,cnn_lstm"}
     given = new_model("ensemble", image_channels=source, **words).module.state_dict()
     torch.save(given, tmp_path / "ensemble")

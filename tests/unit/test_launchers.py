@@ -38,15 +38,16 @@ MAINS = {"launch_distributed.sh": main, "launch_multi_node.sh": main, "slurm_dis
 
 
 @pytest.mark.parametrize("folder", [REPO_ROOT, SCRIPTS, Path("/")])
-def test_dry_run_prints_one_command_from_any_folder(folder: Path) -> None:
-    result = launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], "--seed", "7"], cwd=folder)
-    assert result.returncode == 0, result.stderr
+def test_dry_run_prints_one_command_from_any_folder(folder: Path, tmp_path: Path) -> None:
+    """Words with characters of the shell come through whole, and nothing of them is run."""
+    nasty = f"a b;$(touch {tmp_path}/ran)`touch {tmp_path}/ran`\n'\"\\ *"
+    script, flags = "launch_distributed.sh", ["--seed", "7", "--data", nasty]
+    result = launch(script, [*WORDS[script], *flags], cwd=folder)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
     assert result.stdout.count("\n") == 1
-    words = words_of(result.stdout)
     own = ["--max-restarts=3", "--stop-timeout=300"]
-    script = "launch_distributed.sh"
-    assert words[1:] == [str(LAUNCH / "launch.py"), script, *WORDS[script], *own, "--seed", "7"]
-    assert result.stderr == ""
+    assert words_of(result.stdout)[1:] == [str(LAUNCH / "launch.py"), script, *WORDS[script], *own, *flags]
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_check_of_the_configuration_starts_no_rank() -> None:
@@ -72,15 +73,6 @@ def test_help_tells_the_exit_codes() -> None:
         *FINAL_CODES,
     }
     assert all(name in text for name in ("--max-restarts N", "MAX_RESTARTS", "128 + n"))
-
-
-def test_words_with_shell_characters_come_through_whole(tmp_path: Path) -> None:
-    nasty = f"a b;$(touch {tmp_path}/ran)`touch {tmp_path}/ran`\n'\"\\ *"
-    result = launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], "--data", nasty])
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("\n") == 1
-    assert words_of(result.stdout)[-2:] == ["--data", nasty]
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
