@@ -96,7 +96,7 @@ def test_a_run_is_found_from_other_folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize("word", ["~nobody.of.this.name/x", "n" * 300])
 def test_a_path_that_no_file_can_have_is_one_line(word):
     for use in (find_model, find_run, lambda word: read_weights_file(word, []), read_metadata):
-        with pytest.raises(UserError, match="does not exist|neither a file"):
+        with pytest.raises(UserError, match=r"does not exist|neither a file"):
             use(word)
     for use in (load_data, listing):
         with pytest.raises(UserError, match="no folder of that name exists"):
@@ -138,10 +138,10 @@ def test_durations_sizes_and_counts():
 FLAGS, VALUES = (names_elsewhere()[table] for table in ("flags", "values"))
 
 
-def told(words: list[str], parse=parse_args) -> str:
+def told(*words: str) -> str:
     """Return what a command line is answered with."""
     with pytest.raises(UserError) as caught:
-        parse(words)
+        parse_args(words)
     return str(caught.value)
 
 
@@ -175,9 +175,9 @@ def test_no_flag_of_ours_is_taken_for_anothers(tmp_path, monkeypatch):
     answered = {word for answer in trainers for word in FLAGS[answer].split()}
     for word in sorted(words & answered - {"b", "c", "m", "a", "j", "v", "q", "k", "o"}):
         assert word not in own
-        assert re.search("[.] [A-Z]", told([f"--{word}", "1"]))
+        assert re.search("[.] [A-Z]", told(f"--{word}", "1"))
         file.write_text(f"{word.replace('-', '_')}: 1\n")
-        assert re.search(r"unknown key '.*'\. [A-Z]", told(["--config", str(file)]))
+        assert re.search(r"unknown key '.*'\. [A-Z]", told("--config", str(file)))
 
 
 def test_the_flags_that_deepspeed_adds_to_a_script_choose_its_file():

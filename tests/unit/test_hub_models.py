@@ -30,7 +30,7 @@ from zerovision.training.observe.new_run import run_folder
 from zerovision.training.recipe.whitening import EPSILON, whiten_stem, whitening_filters
 
 FACTS = {
-    "architecture": "resnet10t",
+    "architecture": "test_resnet",
     "num_classes": 7,
     "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "input_size": [3, 64, 64]},
 }
@@ -49,18 +49,18 @@ def repository(tmp_path, monkeypatch):
         (folder / "refs" / name).write_text(revision)
         (snapshot / "config.json").write_text(json.dumps(FACTS))
         torch.manual_seed(len(name))
-        save_file(timm.create_model("resnet10t", num_classes=7).state_dict(), snapshot / "model.safetensors")
+        save_file(timm.create_model("test_resnet", num_classes=7).state_dict(), snapshot / "model.safetensors")
     return folder / "snapshots" / ("a" * 40)
 
 
 @pytest.mark.parametrize("more", [[], ["--pretrained"]])
 def test_a_repository_gives_network_weights_and_normalization(repository, more):
     config, _ = parse_args(["--model-type", "timm:hf-hub:team/net", *more])
-    assert (config.model_type, config.weights) == ("timm:resnet10t", str(repository / "model.safetensors"))
+    assert (config.model_type, config.weights) == ("timm:test_resnet", str(repository / "model.safetensors"))
     (found,) = starting_preparations(config.model_type, [], pretrained=config.pretrained, weights=config.weights)
     assert (found.mean, found.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     torch.manual_seed(len("main"))
-    published = timm.create_model("resnet10t", num_classes=7).state_dict()
+    published = timm.create_model("test_resnet", num_classes=7).state_dict()
     built = new_model(config.model_type, num_classes=5, weights=config.weights, image_size=224).module.state_dict()
     assert {name for name in published if not torch.equal(built[name], published[name])} == {"fc.weight", "fc.bias"}
 
@@ -102,7 +102,7 @@ def test_pickles_are_not_read(repository):
 def test_its_weights_may_be_left_out(repository):
     (repository / "model.safetensors").unlink()
     config, _ = parse_args(["--model-type", "timm:hf-hub:team/net", "--pretrained", "false"])
-    assert (config.model_type, config.weights, config.pretrained) == ("timm:resnet10t", "", False)
+    assert (config.model_type, config.weights, config.pretrained) == ("timm:test_resnet", "", False)
 
 
 def test_a_run_goes_on_without_the_cache(repository, tmp_path):
@@ -121,7 +121,7 @@ def test_a_run_goes_on_without_the_cache(repository, tmp_path):
 
 
 def test_features_without_a_classifier_get_one(repository):
-    save_file(timm.create_model("resnet10t", num_classes=0).state_dict(), repository / "model.safetensors")
+    save_file(timm.create_model("test_resnet", num_classes=0).state_dict(), repository / "model.safetensors")
     config, _ = parse_args(["--model-type", "timm:hf-hub:team/net"])
     built = new_model(config.model_type, num_classes=5, weights=config.weights, image_size=224)
     assert "head added: the file has none, so it starts from random weights" in built.notes

@@ -113,33 +113,25 @@ def test_a_terminal_gets_a_bar(place, monkeypatch):
     assert "━" in shown
 
 
-def test_a_diverged_epoch_is_marked():
-    assert epoch_line(dataclasses.replace(EPOCH, is_best=False, diverged="the validation loss is nan")).endswith(
-        "5.0 s  diverged"
-    )
+def line(**changes):
+    return epoch_line(dataclasses.replace(EPOCH, **changes))
 
 
-def test_an_epoch_without_a_step_has_neither_loss_nor_speed():
-    solved = dataclasses.replace(EPOCH, train_loss=None, train_top1=None, images_per_second=0.0, seconds=0.0)
-    assert epoch_line(solved) == "epoch 2/5  val loss 0.3000  top-1 90.00 %  top-5 99.00 %  best"
-
-
-def test_the_line_of_an_epoch_has_the_score_that_counts():
-    chosen = dataclasses.replace(EPOCH, summary=ScoreSummary("macro_f1", 0.75, 0.25, "b\x1b[1m"))
-    assert r"top-5 99.00 %  macro F1 75.00 %  lowest recall 25.00 % (b\x1b[1m)  300 images/s" in epoch_line(chosen)
-    assert epoch_line(
-        dataclasses.replace(EPOCH, summary=EPOCH.summary._replace(best_by="loss", score=0.3))
-    ) == epoch_line(EPOCH)
+def test_the_line_of_an_epoch_has_what_there_is_and_the_score_that_counts():
+    assert line(is_best=False, diverged="the validation loss is nan").endswith("5.0 s  diverged")
+    solved = line(train_loss=None, train_top1=None, images_per_second=0.0, seconds=0.0)
+    assert solved == "epoch 2/5  val loss 0.3000  top-1 90.00 %  top-5 99.00 %  best"
+    chosen = line(summary=ScoreSummary("macro_f1", 0.75, 0.25, "b\x1b[1m"))
+    assert r"top-5 99.00 %  macro F1 75.00 %  lowest recall 25.00 % (b\x1b[1m)  300 images/s" in chosen
+    assert line(summary=EPOCH.summary._replace(best_by="loss", score=0.3)) == line()
 
 
 def test_top5_is_shown_where_it_says_something():
-    five = dataclasses.replace(EPOCH, class_names=EPOCH.class_names[:5])
-    assert "top-1 90.00 %  300 images/s" in epoch_line(five)
-    assert "top-1 90.00 %  top-5 99.00 %  300" in epoch_line(
-        dataclasses.replace(five, summary=five.summary._replace(best_by="top5"))
-    )
-    several = dataclasses.replace(EPOCH.validation, task="multilabel")
-    assert "top-5" not in epoch_line(dataclasses.replace(EPOCH, validation=several))
+    five = EPOCH.class_names[:5]
+    assert "top-1 90.00 %  300 images/s" in line(class_names=five)
+    by_top5 = EPOCH.summary._replace(best_by="top5")
+    assert "top-1 90.00 %  top-5 99.00 %  300" in line(class_names=five, summary=by_top5)
+    assert "top-5" not in line(validation=dataclasses.replace(EPOCH.validation, task="multilabel"))
 
 
 def test_files_and_notebooks_get_plain_lines(place, monkeypatch):
