@@ -6,23 +6,28 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.unit.launching import environment
+from tests.unit.launching import LAUNCH, environment
 from zerovision.launch.node_launcher import NodeLauncher, local_ranks_command
 
-WORDS = ["--data", "a b;$(exit 3)\n`", "--nproc_per_node"]
+TELL = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+open(sys.argv[1] + os.environ["RANK"], "w").write(json.dumps([[os.environ[n] for n in names], sys.argv[2:]]))
+"""
 # What a rank sees of itself and of what was imported for it.
 LOOK = """
 import json, os, sys
 import ahead, psutil
 seen = psutil.Process()
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MARK")
-place = {name: os.environ.get(name) for name in names}
+place = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MARK")}
 torch = sys.modules.get("torch")
 told = dict(place=place, words=sys.argv, name=seen.name(), parent=os.getppid(), importer=ahead.PID,
     main=sys.modules["__main__"].__file__, path=sys.path[0], secret=os.environ["SECRET"], torch=torch is not None,
@@ -31,23 +36,33 @@ open(sys.argv[1] + os.environ["RANK"], "w").write(json.dumps(told))
 """
 
 
+def command(program: Path, *arguments: str) -> list[str]:
+    words = ["--nproc_per_node", "3", "--master_port", "29555", str(program), *arguments]
+    return [sys.executable, str(LAUNCH / "local_ranks.py"), *words]
+
+
 def write(folder: Path, text: str) -> Path:
     path = folder / "program.py"
     path.write_text(text)
     return path
 
 
+def test_every_rank_knows_its_place_and_gets_the_words(tmp_path: Path) -> None:
+    words = ["--data", "a b;$(exit 3)\n`", "--nproc_per_node"]
+    result = subprocess.run(command(write(tmp_path, TELL), f"{tmp_path}/rank", *words), timeout=30)
+    assert result.returncode == 0
+    for rank in range(3):
+        place, given = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert place == [str(rank), str(rank), "3", "3", "127.0.0.1", "29555"]
+        assert given == words
+
+
 def started(launcher: NodeLauncher, folder: Path, name: str, preload: str, secret: str = "s") -> list[dict]:
     """Start two ranks that look at themselves, with a module `ahead` to import; return what they saw."""
     (folder / "ahead.py").write_text("import os\nPID = os.getpid()\n")
     program = str(write(folder, LOOK))
-    words = [
-        *local_ranks_command("torch", has_gpus=False)[:-1],
-        f"--preload={preload}",
-        "--nproc_per_node=2",
-        "--master_port=29555",
-    ]
-    words += [program, f"{folder}/{name}", *WORDS]
+    first, *rest = local_ranks_command("torch", has_gpus=False)[:-1]
+    words = [first, *rest, f"--preload={preload}", "--nproc_per_node=2", "--master_port=1", program, f"{folder}/{name}"]
     # Without nvidia-smi's library deepspeed would ask CUDA for GPUs.
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(folder)}
     launcher.start(words, environment(SECRET=secret, MARK="m", **variables))
@@ -56,10 +71,10 @@ def started(launcher: NodeLauncher, folder: Path, name: str, preload: str, secre
     assert launcher.returncode == 0
     told = [json.loads((folder / f"{name}{rank}").read_text()) for rank in range(2)]
     for rank, one in enumerate(told):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "MARK": "m"}
-        assert one["place"] == place
-        assert one["words"] == [program, f"{folder}/{name}", *WORDS]
+        assert one["place"] == {"RANK": str(rank), "LOCAL_RANK": str(rank), "MARK": "m"} | dict.fromkeys(
+            ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"
+        )
+        assert one["words"] == [program, f"{folder}/{name}"]
         assert (one["main"], one["path"], one["secret"]) == (program, str(folder), secret)
     return told
 
