@@ -137,7 +137,7 @@ def describe(facts: Any, choices: Choices, stages: Sequence[TrainConfig], ranks:
     values = vars(TrainConfig()) | values_of(choices)
     for name in (name for name in choices if name in WORDS):
         of_reason.setdefault(choices[name][1], []).append(f"{FLAG_OF[name][2:]} {word_of(values, name)}")
-    lines = [f"{facts.images} images to learn from, {facts.classes or 'lists of'} classes; run {stages[-1].run_name}"]
+    lines = [f"{facts.images} images, {facts.classes or 'lists of'} classes; run {stages[-1].run_name}"]
     lines += [f"  {', '.join(settings)}: {reason}" for reason, settings in of_reason.items()]
     name = f"{stages[-1].run_name}-again"
     repeated = [replace(stages[-1], run_name=name)]
