@@ -109,7 +109,7 @@ def build_model(
 
 
 def rebuild_model(description: Description) -> nn.Module:
-    """Rebuild the network of a `BuiltModel.description` with random weights; this needs no internet access.
+    """Rebuild a network from its `BuiltModel.description`, with random weights and without internet access.
 
     Raises:
         UserError: for a description that `build_model` did not write.

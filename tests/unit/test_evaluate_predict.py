@@ -529,7 +529,7 @@ def test_standard_output_that_is_full_is_one_line_and_nobody_needs_to_read_it(
     filled = (word.format(run=run, pictures=pictures, tmp=tmp_path) for word in words)
     command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, f"scripts/{script}.py", *filled]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    line = f"{script}: standard output cannot be written (No space left on device).\n"
+    line = f"{script}: cannot write to standard output (No space left on device).\n"
     assert (ended.returncode, ended.stderr) == ((2, line) if "full" in redirection else (0, ""))
     assert "full" in redirection or script == "predict" or [*tmp_path.iterdir()], "it does its work"
 

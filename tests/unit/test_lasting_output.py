@@ -143,7 +143,7 @@ def three_lines(_: object) -> int:
         ("pipe", True, (0, "")),  # as of `predict.py ... | head`
         ("pipe", False, (7, "")),
         *(
-            ("/dev/full", product, (2, "script: standard output cannot be written (No space left on device).\n"))
+            ("/dev/full", product, (2, "script: cannot write to standard output (No space left on device).\n"))
             for product in (True, False)
         ),
     ],

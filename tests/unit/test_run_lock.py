@@ -158,7 +158,7 @@ def test_a_full_disk_refuses_a_new_run_and_lets_a_restart_be_tried_again(tmp_pat
 
     monkeypatch.setattr("zerovision.training.observe.new_run.check_renames", write)
     config = TrainConfig(run_name="digits", log_dir=str(tmp_path))
-    with pytest.raises(error, match=rf"^--log-dir {tmp_path}: cannot be written \(No space left on device\)[.;] "):
+    with pytest.raises(error, match=rf"^--log-dir {tmp_path}: cannot write there \(No space left on device\)[.;] "):
         create_run_folder(config, Origin("launch", restarts=restarts))
 
 

@@ -183,7 +183,7 @@ class ReportSettings(CommandSettings):
     """
 
     runs: Iterable[str] = word("RUN", "A run's name or folder; several runs are compared.", nargs="+")
-    output: str = text("File to write; default: report.html in the run's folder, or the current one for several runs.")
+    output: str = text("File to write; default: report.html in the run's folder, or in this folder for several runs.")
     watch: bool = switch("Update the page while the run trains, until it ends.")
 
     def look(self) -> None:

@@ -50,7 +50,7 @@ class Handler(WSGIRequestHandler):
 
 
 class Server(ThreadedWSGIServer):
-    """Serves only the page at `GET /`, and the labels of an uploaded image as JSON at `POST /predict`.
+    """Serves the page at `GET /` and the labels of an uploaded image, as JSON, at `POST /predict`; nothing else.
 
     Attributes:
         predictor: the loaded model.

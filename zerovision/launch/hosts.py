@@ -112,7 +112,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         if not HOST_NAME.fullmatch(host):
             raise UserError(f"{where}: {host!r} is not a host name: use letters and digits, with '.' or '-' between.")
         if host in found:
-            raise UserError(f"{where}: host {host!r} is already in line {found[host][1]}.")
+            raise UserError(f"{where}: host {host!r} is already on line {found[host][1]}.")
         found[host] = (int(match["slots"]), number)
     if not found:
         raise UserError(f"hostfile {str(path)!r} lists no machines: add lines of the form 'name slots=N'.")

@@ -1,4 +1,4 @@
-"""Chooses the settings for `train DATA` by fixed rules, each with a reason."""
+"""Chooses the settings for `train DATA` by fixed rules, and gives a reason for each."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def finish_output(seconds: float | None) -> None:
 
 
 def report_failed_output(*, is_product: bool) -> None:
-    """Make standard output raise `UserError` if it cannot be written, or `ReaderGone` if its reader is gone.
+    """Make standard output raise `UserError` if writing fails, or `ReaderGone` if its reader is gone.
 
     If standard output is not the product of the script, the script continues without a reader instead.
     """
@@ -135,7 +135,7 @@ def report_failed_output(*, is_product: bool) -> None:
     class Reporting(_LastingFile):
         def failed(self, error: OSError) -> None:
             if not isinstance(error, BrokenPipeError):
-                raise UserError(f"standard output cannot be written ({error.strerror}).") from None
+                raise UserError(f"cannot write to standard output ({error.strerror}).") from None
             if is_product:
                 raise ReaderGone from None
 

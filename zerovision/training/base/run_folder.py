@@ -96,7 +96,7 @@ def slug(name: str) -> str:
 PACKAGE = Path(__file__).absolute().parents[2]  # not resolved: models/ is a link
 # None in an installed copy.
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "scripts" / "train_distributed.py").is_file() else None
-SHARED_MEMORY = Path("/dev/shm")  # shared by all processes of a machine
+SHARED_MEMORY = Path("/dev/shm")  # shared by all processes on a machine
 REPO_ROOT = CHECKOUT or PACKAGE  # contains requirements.txt and deepspeed_configs/
 ENTRIES = CHECKOUT / "scripts" if CHECKOUT else PACKAGE / "commands"
 LAUNCH = PACKAGE / "launch"

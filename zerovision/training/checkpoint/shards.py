@@ -293,7 +293,7 @@ class CheckpointReader:
         return result
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
-        """Return a rank's share of the epoch's sums so far: its own, or all on rank 0 if the number of ranks changed.
+        """Return a rank's share of the epoch's sums so far; if the number of ranks changed, rank 0 has the total.
 
         Args:
             rank: index of this rank among the ranks with their own images.

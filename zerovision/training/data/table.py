@@ -65,7 +65,7 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options
         else:
             builder.add(path, label, known)
     if not len(builder):
-        raise UserError(f"--data {options.data}: the table has no lines below the header.")
+        raise UserError(f"--data {options.data}: the table has no rows below the header.")
     notes = [f"skipped {plural(left_out, 'line')} without a label"] if left_out else []
     return columns.classified(replace(builder.build(root), notes=[*notes, *unused_notes(columns.unused)]), options)
 

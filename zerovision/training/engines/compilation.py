@@ -84,7 +84,7 @@ def compile_network(network: nn.Module, setup: EngineSetup) -> None:
 
 @contextlib.contextmanager
 def _marked_folder(world: World) -> Iterator[None]:
-    """Mark PyTorch's folder of compiled code during the block; if a dead process left a mark, delete the folder first.
+    """Keep a mark in PyTorch's compile cache during the block; if a dead process left one, delete the cache first.
 
     This is a collective. A killed compiler may leave half a library, which can end a later process with SIGBUS.
     """

@@ -25,7 +25,7 @@ LEFT_OPEN = {"threads_per_rank": 0, "islands": 0}  # values that let the run dec
 
 @dataclasses.dataclass(frozen=True)
 class ShardingSettings(DataSettings):
-    """How the training state is sharded, and how a rank computes."""
+    """How the training state is sharded, and how ranks run their computations."""
 
     strategy: str = option("ddp", f"How to shard the training state, one of {', '.join(STRATEGIES)}.")
     offload: Literal["none", "optimizer", "all"] = option(

@@ -232,7 +232,7 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> RunFolder:
             pass
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
-        said = f"--log-dir {folder.log_dir}: cannot be written ({error.strerror}{where})"
+        said = f"--log-dir {folder.log_dir}: cannot write there ({error.strerror}{where})"
         if origin.restarts and error.errno in FULL:
             raise AnotherStartNeededError(f"{said}; the run continues when there is room.") from None
         raise UserError(f"{said}. Use a folder that you can write to.") from None

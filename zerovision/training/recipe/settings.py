@@ -50,7 +50,7 @@ class RecipeSettings(RunSettings):
     warmup_epochs: float | Literal["auto"] = option(
         "auto",
         "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1 or a tenth of the run, whichever "
-        "is less; at least 50 steps with a network's own, higher default rate.",
+        "is less, but at least 50 steps if the network has its own, higher default rate.",
         low=0,
     )
     schedule: str = option(

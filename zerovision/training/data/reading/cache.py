@@ -1,4 +1,4 @@
-"""A cache of decoded images, in files that all processes of a machine share; images are added when first read.
+"""A cache of decoded images, in files that all processes on a machine share; images are added when first read.
 
 A cache is a folder of two files. `pixels` is only ever appended to; entry i of `index` contains the offset of image i,
 the digest of its file, and a checksum over the entry, the name of the cache and the pixels, which is verified on every

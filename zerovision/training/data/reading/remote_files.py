@@ -42,7 +42,7 @@ def checksum_of(file: Path) -> int:
 
 
 class Copies:
-    """Local copies of remote files, shared by all processes of a machine.
+    """Local copies of remote files, shared by all processes on a machine.
 
     A copy's size and modification time equal the state of the remote file.
 

@@ -37,7 +37,7 @@ class Contrastive(Task):
         config, of = self.config, label_of
         cache, loss = (f"{of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
         if config.gradient_cache and config.batch_size == "auto":
-            yield f"{cache} already sets the images per forward pass: use a number for {of['batch_size']}."
+            yield f"{cache} already sets the number of images per forward pass: use a number for {of['batch_size']}."
         if self.is_asked() and model_spec(config.model_type).takes_members:
             yield f"{loss} does not support ensembles, whose members share no features: train each member separately."
 
