@@ -35,7 +35,7 @@ from zerovision.training.engines.strategies import STRATEGIES, plan_of
 from zerovision.training.engines.summation_tree import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
 from zerovision.training.world.world import World
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 QUANTIZED = {"stage": 1, "zero_quantized_weights": True}
 SMALL, LARGE = 1000, 60_000_000  # weights; the JSON files' buckets hold 50,000,000
 

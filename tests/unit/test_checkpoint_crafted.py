@@ -290,6 +290,8 @@ def test_crafted_shards(tmp_path, craft):
 
 def test_the_shard_is_read_where_it_is_not_crafted(tmp_path):
     # Else the refusals above might have another reason.
+    kinds = {key.partition("/")[0] for key in tensors_of(1)}
+    assert kinds == {"weights", *MOMENTS, "buffer", "epoch_sums"}, "each is altered above"
     path = write_checkpoint(tmp_path, PROGRESS)
     forge_shard(path, 1, tensors_of(1))
     engine = PretendedRank(seed=5)

@@ -232,7 +232,11 @@ def test_the_global_batch_gives_the_accumulation_steps():
     [
         ({"global_batch": 100}, 8, "use 1, 2, 4, 5, 10, 20, 25, 50 or 100 ranks, or --global-batch 64 or 128."),
         ({"global_batch": 32}, 8, "8 x 8 ranks does not divide --global-batch 32: use --batch-size 1, 2 or 4."),
-        ({"global_batch": 64, "gradient_accumulation_steps": 3}, 4, "64 needs 2 at this --batch-size: leave it out."),
+        (
+            {"global_batch": 64, "gradient_accumulation_steps": 3},
+            4,
+            "--global-batch 64 needs 2 at this --batch-size: leave it out.",
+        ),
     ],
 )
 def test_a_global_batch_that_cannot_be_is_refused_with_the_nearest(changes, ranks, told):

@@ -216,7 +216,7 @@ def test_numbers_index_the_names_that_are_given(source, tmp_path):
     assert found == ["wren", NFC, "ant"], "in the order of their numbers"
     with pytest.raises(UserError, match=r"has 2 class names and the label 2; expected a number below 2"):
         outcome(make(tmp_path / "few", [0, 2, 1], ["wren", "ant"]), tmp_path)
-    with pytest.raises(UserError, match=r"repeated class names, such as 'crane'"):
+    with pytest.raises(UserError, match=r" 1 repeated class names, such as 'crane'"):
         outcome(make(tmp_path / "twice", [0, 2, 1], ["crane", "ant", "crane"]), tmp_path)
 
 

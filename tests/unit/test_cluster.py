@@ -545,7 +545,7 @@ def test_hosts_that_are_tried_again_and_again_leave_no_threads_behind(monkeypatc
             agents.connect(["a"])
             for reader in agents._readers:
                 reader.join()
-        assert 1 <= len(agents._readers) <= 2  # at most those of the last try: its messages and its errors
+        assert len(agents._readers) <= 2  # at most those of the last try: its messages and its errors
 
 
 class ReadyNodes(Nodes):

@@ -147,7 +147,7 @@ def test_a_word_replaces_the_whole_word_of_a_preset_or_a_file(tmp_path):
 
 def test_the_number_of_a_rank_that_launchers_add_is_passed_over():
     config, only_check = parse_args(["--epochs", "100", "--local_rank=3"])
-    assert (config, only_check) == (TrainConfig(epochs=100, learning_rate=config.default_rate), False)
+    assert (config, only_check) == (TrainConfig(epochs=100, learning_rate=0.003), False)
 
 
 LOW = {name: field.metadata["low"] - 1 for name, field in FIELDS.items() if field.metadata["low"] is not None}

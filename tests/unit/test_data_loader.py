@@ -270,6 +270,8 @@ def test_both_parts_are_read_by_the_same_workers(folder):
         abandoned = train.epoch(1)
         read += [contents([next(abandoned)]), contents(val), contents(train.epoch(1, first_step=9)), contents(val)]
         assert [set(loader.bad_images) for loader in (train, val)] == [{path} for path in paths]
+        assert val.bad_images == {paths[1]: "not an image of a known format"}
+        assert sum(batch.weights.sum() for batch in val) == 59, "a skipped image has no weight"
         if workers:
             with pytest.raises(RuntimeError, match="read other batches now"):
                 next(abandoned)

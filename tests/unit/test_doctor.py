@@ -64,7 +64,9 @@ def test_images_of_several_labels_are_counted_once(tmp_path: Path) -> None:
     assert data_facts(data_fields(given.config), None)["holds"].endswith("t.csv: 2 classes, 8 + 2 images")
 
 
-def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("a slots=8\nb slots=4\nc slots=8\n")
     assert request("--hostfile", str(hostfile)).slots == {"a": 8, "b": 4, "c": 8}
@@ -85,6 +87,7 @@ def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeyp
     with pytest.raises(UserError, match=r"^.*'n\[1'.*--hosts.*$") as refusal:
         request()
     assert "\n" not in str(refusal.value)
+    assert capfd.readouterr().err == "", "not what scontrol says"
 
 
 @pytest.mark.slow  # by a launch: the next one

@@ -28,10 +28,10 @@ from zerovision.training.trial import KeptSteps
 GUESS = math.log(10)
 
 
-def trained(rate, best, *, floor=0.5, steps=100):
+def trained(rate, best, *, steps=100):
     """Losses that end the lower the nearer the rate is to the best; far above it there are none."""
     off = math.log10(rate / best)
-    final = floor + 0.5 * abs(off) + (50 if off > 1.6 else 0)
+    final = 0.5 + 0.5 * abs(off) + (50 if off > 1.6 else 0)
     noise = 0.05 * np.random.default_rng(3).normal(size=steps)  # of the images, which are the same for each rate
     losses = final + 1.5 * np.exp(-np.arange(steps) / 20) + noise
     return [None] * steps if off > 3.1 else losses.tolist()

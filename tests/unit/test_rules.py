@@ -101,10 +101,16 @@ def test_flat_parts_give_the_bits_of_whole_parameters_iff_a_rule_is_element_wise
 
 @pytest.mark.parametrize("name", [*ELEMENT_WISE, *WHOLE_PARAMETER])
 def test_created_state_and_what_a_checkpoint_holds_of_it_give_the_bits_of_the_rule_itself(name):
-    module, own = make(name)
-    whole = train(module, own, range(5))
+    first, own = make(name)
+    whole = train(first, own, range(5))
     module, rule = make(name)
     create_state(rule, module.parameters())
+    if name in ("adamw", "sgd", "lamb"):
+        for mine, theirs in zip(module.parameters(), first.parameters(), strict=True):
+            created, state = rule.state[mine], own.state[theirs]
+            assert created.keys() == state.keys()
+            assert all((created[key].dtype, created[key].device) == (v.dtype, v.device) for key, v in state.items())
+            assert not any(value.any() for value in created.values())
     train(module, rule, range(2))
     kinds = moment_kinds(rule)
     stored = [{kind: value.clone() for kind, value in moments_of(rule, p).items()} for p in module.parameters()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.out_of_memory import advise, is_out_of_memory, next_rung
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 GPUS, CPUS = {"has_gpus": True}, {"has_gpus": False}
 TO_8 = "--batch-size=8 --gradient-accumulation-steps=2"
 RECOMPUTE = "--activation-checkpointing=true"

@@ -35,8 +35,10 @@ def merged(content, offload):
         ("fsdp_stage3", 3, "all", {"offload_optimizer", "offload_param"}),
     ],
 )
-def test_strategies_are_the_zero_stages_with_what_the_command_line_says(name, stage, offload, expected):
-    content = read_strategy_json(name)
+def test_strategies_are_the_zero_stages_with_what_the_command_line_says(name, stage, offload, expected, tmp_path):
+    measured = read_strategy_json(name) | {"flops_profiler": {"enabled": True, "profile_step": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(measured))
+    content = read_strategy_json(name, str(tmp_path / "ds.json"))
     before = json.dumps(content)
     config = merged(content, offload)
     zero = config["zero_optimization"]
@@ -46,6 +48,7 @@ def test_strategies_are_the_zero_stages_with_what_the_command_line_says(name, st
     assert config["train_micro_batch_size_per_gpu"] == 16
     assert config["gradient_accumulation_steps"] == 4
     assert config["gradient_clipping"] == 0.5
+    assert config["flops_profiler"]["enabled"] is True
     assert json.dumps(content) == before
 
 
