@@ -30,7 +30,7 @@ def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) ->
     repository, _, revision = model_type.removeprefix(HUB_PREFIX).partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
         raise UserError(
-            f"--model-type {shown(model_type)}: expected {HUB_PREFIX} and ORG/NAME, such as timm/resnet18.a1_in1k."
+            f"--model-type {shown(model_type)}: expected {HUB_PREFIX}ORG/NAME, such as {HUB_PREFIX}team/net."
         )
     loads_own = wants_weights and not weights
     names = ["config.json", "model.safetensors"] if loads_own else ["config.json"]

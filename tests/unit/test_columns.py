@@ -138,7 +138,7 @@ def test_a_test_part_alone_can_be_loaded_as_a_whole_and_is_no_training(source, t
     options = DataOptions(data=str(data), image_size=16)
     assert parts_there(list_images(options)) == ["test"]
     assert len(load_data(options, "test").val) == (6 if source == "folder" else 24)
-    with pytest.raises(UserError, match="has no training images: add a folder train/"):
+    with pytest.raises(UserError, match="has no training images: add a folder or a split named train;"):
         load_data(options)
 
 

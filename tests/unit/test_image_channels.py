@@ -123,7 +123,7 @@ def test_channels_that_a_set_does_not_have_are_one_line(tmp_path):
     source = ArraySource(torch.zeros(2, 4, 8, 8, dtype=torch.uint8), torch.zeros(2))
     assert source.in_channels(0) is source.in_channels(4) is source
     options = DataOptions(save_arrays(tmp_path / "a.npz", 4), image_channels=3)
-    with pytest.raises(UserError, match=r"have 4 channel.* as 4 alone, not as 3"):
+    with pytest.raises(UserError, match=r"image-channels 3: .* have 4 channel.* as 4 alone: change"):
         load_data(options)
 
 
@@ -240,7 +240,7 @@ def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
     Image.new("RGB", (12, 12)).save(tmp_path / "a.png")
     with pytest.raises(UserError, match=r"channels 5: image files have 1"):
         next(predict(folder, [tmp_path / "a.png"]))
-    with pytest.raises(UserError, match=r"have 1 channel.* not as 5"):
+    with pytest.raises(UserError, match=r"image-channels 5: the images have 1 channel"):
         evaluate(folder, "digits", output=None)
     scores = evaluate(folder, output=tmp_path / "scores")
     assert scores["samples"] == 10

@@ -285,7 +285,7 @@ def test_a_table_behind_a_url_names_images_below_its_folder(server, kinds, tmp_p
     for row, words in {
         "../secret.png,a": "1 of 2 images are outside 'http://",
         "/x.png,a": "1 of 2 images are outside",
-        "none.png,a": "2 of 2 images cannot be found under 'http://",
+        "none.png,a": "2 images of 2, such as 'b.png', cannot be found under 'http://",
     }.items():
         (server.root / "list.csv").write_text(f"path,label\nb.png,b\n{row}\n")
         with pytest.raises(UserError) as problem:

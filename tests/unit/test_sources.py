@@ -213,7 +213,7 @@ def test_weights_multiply_the_losses_and_are_1_on_average(photos, tmp_path):
 
 
 CRAFTED = {  # others are in tests/references/errors.txt
-    "path,label\na.png,x\n\0,y\n": "1 of 2 images cannot be found under",
+    "path,label\na.png,x\n\0,y\n": "1 image of 2, such as",
     "path,label\na.png," + "x" * 200_000: "line 2: field larger than field limit (131072)",
     "path,label\na.png,\udcff": "the table is not encoded as UTF-8",
 }

@@ -147,7 +147,7 @@ def load_predictor(settings: PredictSettings) -> Predictor:
     """Load a trained model; raise UserError for settings or weights that cannot be used."""
     has_gpu = torch.cuda.is_available()
     if settings.device == "cuda" and not has_gpu:
-        raise UserError("--device cuda: PyTorch finds no GPU here: leave it out, or use --device cpu.")
+        raise UserError("--device cuda: PyTorch finds no GPU here: leave --device out, or use --device cpu.")
     trained = find_model(settings.model)
     run = trained.config() or TrainConfig()
     module, metadata = load_model(trained.weights)

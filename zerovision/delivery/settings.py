@@ -64,7 +64,7 @@ class ViewSettings(CommandSettings):
 
     flip: bool = switch("Average the probabilities of each image and its mirror image.")
     shift_pixels: int = number(
-        0, 0, LARGEST_IMAGE_SIZE, "Average each image with two copies, shifted up-left and down-right; 0: no copies."
+        0, 0, LARGEST_IMAGE_SIZE, "Also average over two copies, shifted up-left and down-right; 0: no copies."
     )
 
 

@@ -270,11 +270,11 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
         own = check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
         if own.best_by != config.best_by:
             raise UserError(
-                f"--vary: {' '.join(trial.flags)} has --best-by {own.best_by}, but other trials have {config.best_by}: "
+                f"--vary: {' '.join(trial.flags)} is compared by {own.best_by}, other trials by {config.best_by}: "
                 "use the same --best-by for all."
             )
         if sweep.halving and own.epochs != config.epochs:
-            raise UserError("--vary epochs=... with --halving: all trials need the same --epochs: leave one out.")
+            raise UserError("--halving needs the same --epochs in all trials: use either --halving or --vary epochs.")
         trials.append(trial)
     try:
         if not (folder / LINE).exists():
@@ -320,7 +320,7 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
         raise UserError("name the flags to vary, such as --vary learning-rate=0.001,0.003,0.01.")
     if not sweep.trials:
         if ranges := [flag for flag, values in varied.items() if callable(values)]:
-            raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, the number of combinations to draw.")
+            raise UserError(f"--vary {ranges[0]}: a range needs --trials, the number of combinations to draw.")
         grid = list(itertools.islice(itertools.product(*varied.values()), MOST_TRIALS + 1))
         if len(grid) > MOST_TRIALS:
             raise UserError(f"more than {MOST_TRIALS} combinations: add --trials, the number to draw.")
@@ -337,7 +337,7 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
     before, *ends, is_log = found.groups(default="")  # keep what precedes the range, as in loss=bce:0.1..0.5
     low, high = map(float, ends)
     if not low < high or (is_log and low <= 0) or math.isinf(high - low):
-        raise UserError(f"--vary {flag}={shown(text)}: expected two numbers as LOW..HIGH, above 0 with :log.")
+        raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH with LOW < HIGH, and LOW above 0 for :log.")
     is_whole = all(end.lstrip("-").isdecimal() for end in ends)
 
     def draw(draws: random.Random) -> str:

@@ -336,7 +336,7 @@ NOT_FOUND_CODES = (126, 127)  # from a shell: the command cannot be executed, or
 
 
 def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
-    """Return why a host has no agent, and what to do, from the exit code and stderr of the command that starts one."""
+    """Return the reason that a host has no agent, and a fix, based on the exit code and stderr of its start."""
     for sign, (found, cure) in SSH_COMPLAINTS.items():
         if sign in complaint:
             return found, cure.format(host=host, root=REPO_ROOT)

@@ -110,7 +110,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
             raise UserError(f"{where}: expected 'name slots=N' with N from 1 to 9999, not {line!r}.")
         host = match["host"]
         if not HOST_NAME.fullmatch(host):
-            raise UserError(f"{where}: {host!r} is not a host name: use letters and digits, with '.' or '-' between.")
+            raise UserError(f"{where}: {host!r} is not a host name: use letters and digits, and '.' or '-' inside.")
         if host in found:
             raise UserError(f"{where}: host {host!r} is already on line {found[host][1]}.")
         found[host] = (int(match["slots"]), number)

@@ -89,7 +89,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
         raise UserError(f"the model was trained on {wanted} values, but '{data}' has {values} values: convert them.")
     catalogue = Catalogue(datasets)
     if settings.fixes and not catalogue.are_files:
-        raise UserError("--fixes: these images are not files, so no table can name them: change the arrays instead.")
+        raise UserError("--fixes: a table can only list files, but this data set is of arrays: change the arrays.")
     if settings.fixes:
         return _fix(folder, read_fixes(Path(os.path.expanduser(settings.fixes)), catalogue), catalogue)
     findings, found_fixes, notes = _examine(catalogue, trained, model.run if model else None)

@@ -67,7 +67,7 @@ class RunSettings:
     )
     batch_size: int | Literal["auto"] = option(
         16,
-        "Images per GPU (or CPU rank) and micro-batch; auto: the largest that fits, with the same --global-batch.",
+        "Images per micro-batch on a GPU or CPU rank; auto: the largest that fits, with the same --global-batch.",
         low=1,
         high=LARGEST_BATCH,
     )
@@ -99,7 +99,7 @@ class RunSettings:
     )
     features: Literal["computed", "cached"] = option(
         "computed",
-        "With --tune head: whether features are computed in every epoch, or cached: once, before the first epoch. "
+        "With --tune head: compute features in every epoch, or once, before the first epoch (cached). "
         "Caching gives the same weights sooner, but requires --augmentation none.",
     )
     solver: Literal["steps", "lbfgs"] = option(

@@ -194,7 +194,7 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     for mode in MODES:
         yield from mode(config).mistakes(of)
     if config.learning_rate == "auto" and config.base_batch_size:
-        yield f"{of['base_batch_size']}: {of['learning_rate']} auto already searches at this batch size: leave it out."
+        yield f"{of['base_batch_size']}: {of['learning_rate']} auto searches at this batch size: use auto alone."
     if config.mixup_off_epochs > config.epochs:
         yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has only {plural(config.epochs, 'epoch')}."
 
@@ -236,15 +236,15 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     for name in ("warmup_epochs", "cooldown_epochs"):
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
         if used > config.epochs:
-            before = "" if used == getattr(config, name) else " is too long with the other phases of the schedule"
+            before = "" if used == getattr(config, name) else " is too long together with the schedule's other phases"
             yield f"{of[name]} {getattr(config, name)}{before}: the run has only {plural(config.epochs, 'epoch')}."
     decay, schedule = given_decay(config.schedule), f"{of['schedule']} {config.schedule}"
     last = round(decay + config.cooldown_epochs, 6)
     if decay and last % 1:
         start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
-        yield f"{schedule}: the decay of wsd must begin at a whole epoch: use wsd:{start}."
+        yield f"{schedule}: the decay of wsd must begin with a new epoch: use wsd:{start}."
     if decay and used + decay > config.epochs:
-        before = " is too long with the other phases of the schedule" if used else ""
+        before = " is too long together with the schedule's other phases" if used else ""
         yield f"{schedule}{before}: the run has only {plural(config.epochs, 'epoch')}."
 
 

@@ -143,7 +143,7 @@ def bad_image_share(value: str) -> Fraction:
     if mode != "skip" or not re.fullmatch(r"0?\.[0-9]{1,9}", share) or not Fraction(share):
         raise UserError(
             f"--bad-images {value!r}: expected {BAD_IMAGES_USAGE}, such as skip:0.01 for 1 % of the images; "
-            "the share must be above 0 and below 1."
+            "the share is a decimal number above 0 and below 1."
         )
     return Fraction(share)
 
@@ -197,9 +197,9 @@ def _check_options(options: DataOptions) -> None:
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: use a number above 0 and below 1.")
     if options.folds and not options.fold <= options.folds != 1:
-        raise UserError(f"--folds {options.folds}:{options.fold}: expected K:N with K of at least 2 and N from 1 to K.")
+        raise UserError(f"--folds {options.folds}:{options.fold}: expected K or K:N, with K from 2 and N from 1 to K.")
     if options.image_size and any(not MIN_IMAGE_SIZE <= n <= LARGEST_IMAGE_SIZE for n in sides(options.image_size)):
         raise UserError(
-            f"the image size is {options.image_size}: use {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "
+            f"--image-size {options.image_size}: use {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "
             "or 0 for the data set's own size."
         )

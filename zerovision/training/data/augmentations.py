@@ -125,8 +125,8 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
     if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):
         raise UserError(
             f"--augmentation randaugment:{one_line(given.randaugment, 100)}: expected timm's format, such as "
-            f"{RANDAUGMENT} or rand-m7-n2-mstd0.5-inc1, with the magnitude m, n operations, their probability p, the "
-            "standard deviation mstd of m, inc1 for effects that grow with m, and the set of operations t."
+            f"{RANDAUGMENT} or rand-m7-n2-mstd0.5-inc1, where m is the magnitude, mstd its standard deviation, n the "
+            "number of operations, p their probability, t their set, and inc1 makes effects grow with m."
         )
     scale = _read_range("--crop-scale", given.crop_scale, 1)
     ratio = _read_range("--crop-scale RATIO", given.crop_ratio, _LARGEST_RATIO)
@@ -208,7 +208,7 @@ def size_ramp(value: str) -> SizeRamp | None:
     numbers = [int(word) for word in value.split(":")] if re.fullmatch(r"[0-9]{1,6}(:[0-9]{1,6}){2}", value) else []
     if not (numbers and MIN_IMAGE_SIZE <= numbers[0] <= LARGEST_IMAGE_SIZE and numbers[1] <= numbers[2]):
         raise UserError(
-            f"--progressive-size {shown(value)}: expected {USAGE}, such as 128:6:13 for images of 128 pixels in the "
-            f"first 7 epochs, growing to full size after 13; LOW is at least {MIN_IMAGE_SIZE}, and FIRST at most LAST."
+            f"--progressive-size {shown(value)}: expected {USAGE}, such as 128:6:13 for 128 pixels in epochs 0 to 6, "
+            f"then growing to full size by epoch 13; LOW is at least {MIN_IMAGE_SIZE}, and FIRST at most LAST."
         )
     return SizeRamp(*numbers)

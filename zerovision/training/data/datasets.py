@@ -312,7 +312,7 @@ def _check_names(class_names: list[str], options: DataOptions, sets: LabelSets |
     if options.reads_lists and sets is None:
         raise UserError(
             f"{SEVERAL_LABELS} needs a table of paths, not --data {options.data}: use LIST.csv, .tsv or .parquet with "
-            "--label-column NAME for lists such as cat;dog, or --label-column A,B,... for columns of 1 and 0."
+            "--label-column NAME for lists such as cat;dog, or --label-column A,B,... for columns of 1s and 0s."
         )
     if repeated := [name for name, count in Counter(class_names).items() if count > 1]:
         raise UserError(f"--data {options.data}: {len(repeated)} repeated class names, such as {shown(repeated[0])}.")
@@ -323,8 +323,8 @@ def _check_colours(source: Source, augmentation: Augmentation, options: DataOpti
         flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
         plain = either(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
         raise UserError(
-            f"{flag} needs 8-bit RGB images, but these have {plural(source.channels, 'channel')} of "
-            f"{source.values}: use --augmentation {plain}, without --color-jitter."
+            f"{flag} needs 8-bit RGB images, but these have {plural(source.channels, 'channel')} of {source.values}: "
+            f"{'leave it out' if augmentation.color_jitter else f'use --augmentation {plain}'}."
         )
 
 

@@ -62,7 +62,7 @@ def divided(images: Images, options: DataOptions) -> list[Images]:
     where, part = f"--data {options.data}", images["part"]
     there = parts_there(images)
     if TRAIN not in there:
-        raise UserError(f"{where} has no training images: add a folder train/, or the split train; {CLASSES_ANYWAY}.")
+        raise UserError(f"{where} has no training images: add a folder or a split named train; {CLASSES_ANYWAY}.")
     _check_groups(images, where)
     if VAL not in there:
         rows = np.flatnonzero(part == 0)

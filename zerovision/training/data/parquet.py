@@ -38,7 +38,7 @@ MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images of Parquet files; see `archives.read` or, for files without images, `table.listing`.
+    """Return the images in Parquet files; see `archives.read` or, for files without images, `table.listing`.
 
     For `hf:ORG/NAME[:SPLIT]`, the files come from the Hugging Face Hub's cache; see `$HF_HOME`.
     """

@@ -114,7 +114,7 @@ def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, s
     if unknown := sorted(name for name, kind in found.items() if not kind):
         raise UserError(
             f"--data {options.data}: the split {shown(unknown[0])} is not train, val or test: rename it, or use "
-            f"--val-part NAME to validate on one of {listed}, or --val-part {NO_PARTS} to ignore all of them."
+            f"--val-part NAME to validate on one of {listed}, or --val-part {NO_PARTS} to ignore all splits."
         )
     return found
 

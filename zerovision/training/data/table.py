@@ -192,8 +192,8 @@ def _with_files(images: Images, options: DataOptions) -> Images:
         builder.add(path, None, state=(status.st_size, status.st_mtime_ns))
     if missing:
         raise UserError(
-            f"--data {options.data}: {len(missing)} of {plural(len(images), 'image')} cannot be found under '{root}', "
-            f"such as {shown(missing[0])}: use paths relative to the table, or --data-root DIR."
+            f"--data {options.data}: {plural(len(missing), 'image')} of {len(images)}, such as {shown(missing[0])}, "
+            f"cannot be found under '{root}': use paths relative to the table, or --data-root DIR."
         )
     notes = [*images.notes]
     if outside:

@@ -35,7 +35,7 @@ READ_BYTES = 2**24
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images of tar files; see `archives.read`."""
+    """Return the images in tar files; see `archives.read`."""
     return in_parts(archives.read(kind_of(options), options), options)
 
 

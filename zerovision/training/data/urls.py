@@ -155,8 +155,8 @@ def _with_states(root: RemotePath, lines: Images, options: DataOptions) -> Image
         states = dict(zip(files, pool.map(_state_if_there, files.values()), strict=True))
     if missing := [path for path in paths if not states[path]]:
         raise UserError(
-            f"--data {options.data}: {len(missing)} of {plural(len(paths), 'image')} cannot be found under '{root}', "
-            f"such as {shown(missing[0])}: use paths relative to the table."
+            f"--data {options.data}: {plural(len(missing), 'image')} of {len(paths)}, such as {shown(missing[0])}, "
+            f"cannot be found under '{root}': use paths relative to the table."
         )
     known, numbers = [state for state in states.values() if state], {path: number for number, path in enumerate(files)}
     builder = ImagesBuilder()

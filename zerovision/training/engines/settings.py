@@ -33,7 +33,7 @@ class ShardingSettings(DataSettings):
     )
     engine: Literal["auto", "deepspeed", "torch"] = option(
         "auto",
-        "Engine that shards the training state; auto: torch, which gives the same bytes on any number of ranks, "
+        "Engine that shards the training state; auto: torch, with bit-identical results on any number of ranks, "
         "or deepspeed for settings that only DeepSpeed supports.",
     )
     replicate_across: Literal["none", "nodes"] = option(
@@ -47,7 +47,7 @@ class ShardingSettings(DataSettings):
     )
     threads_per_rank: int = option(
         0,
-        "CPU threads per rank; 0: as in the checkpoint, or cores / ranks. A different number changes the last bits.",
+        "CPU threads per rank; 0: as in the checkpoint, or cores / ranks. Changing it alters results slightly.",
         low=0,
         high=1024,
     )

@@ -32,7 +32,7 @@ class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
     loggers: str = option(
         "tensorboard", "Where to send curves: any of tensorboard, wandb, mlflow and trackio, comma-separated; or none."
     )
-    tensorboard: bool = option(True, "Write TensorBoard event files; false overrides --loggers.")
+    tensorboard: bool = option(True, "Write TensorBoard event files; false: never, whatever --loggers says.")
     report: bool = option(True, "When the run ends, write report.html, which shows the run on one page.")
     profile: int = option(
         0,

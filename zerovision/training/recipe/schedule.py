@@ -187,10 +187,10 @@ _STEPS = "step:30,60:0.1 to decay at epochs 30 and 60, or step:30:0.1 to decay e
 SCHEDULES = {
     "cosine": Form(lambda _config, _steps: {"shape": _cosine}, "cosine"),
     "linear": Form(lambda _config, _steps: {"shape": _polynomial}, "linear"),
-    "polynomial": Form(_polynomial_fields, "polynomial:POWER with a POWER up to 100, such as polynomial:2"),
-    "step": Form(_step_fields, f"step:EPOCHS:FACTOR with a FACTOR up to 1, such as {_STEPS}"),
+    "polynomial": Form(_polynomial_fields, "polynomial:POWER with 0 < POWER <= 100, such as polynomial:2"),
+    "step": Form(_step_fields, f"step:EPOCHS:FACTOR with 0 < FACTOR <= 1, such as {_STEPS}"),
     "constant": Form(lambda _config, _steps: {"final_scale": 1.0}, "constant"),
-    "wsd": Form(_stable_fields, "wsd:EPOCHS:SHAPE with a SHAPE of sqrt, linear or cosine, such as wsd:5:sqrt"),
+    "wsd": Form(_stable_fields, "wsd:EPOCHS:SHAPE with SHAPE sqrt, linear or cosine, such as wsd:5:sqrt"),
 }
 
 

@@ -27,7 +27,7 @@ class RecipeSettings(RunSettings):
         "NAME:SCALE:OPTIONS, such as adamw:0.3:betas=0.85/0.95, scales --learning-rate for it and sets its arguments.",
     )
     optimizer_options: str = option(
-        "", f"Arguments, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}.", part_of="optimizer"
+        "", f"Arguments: {', '.join(sorted(OPTION_READERS))}; such as betas=0.9/0.95,eps=1e-6.", part_of="optimizer"
     )
     weight_decay: float = option(0.05, "Weight decay (decoupled in adamw); see also --no-weight-decay.", low=0, high=10)
     no_weight_decay: Literal["vectors", "model"] = option(

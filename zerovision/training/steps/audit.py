@@ -45,7 +45,7 @@ def check_audit(config: ObserveSettings, world: World) -> None:
     every = config.audit
     if every and world.size == 1:
         raise UserError(
-            f"--audit {every}: a single rank has no other rank to compare with: start two or more, or leave it out."
+            f"--audit {every}: a single rank has no other to compare with: start two or more, or leave --audit out."
         )
     if every and world.device.type == "cuda" and not config.deterministic:
         raise UserError(f"--audit {every}: a GPU repeats its results only with --deterministic: use both, or neither.")

@@ -51,8 +51,8 @@ def check_url(text: str) -> bool:
         raise UserError(f"{given}: expected a path, or a URL that begins with {schemes}.")
     if separator and ("@" in rest.partition("/")[0] or "?" in rest or "#" in rest):
         raise UserError(
-            f"{given}: a user, password or query would appear in logs: use the URL without it, and store credentials "
-            f"where {PACKAGES[scheme]} finds them (such as ~/.netrc, ~/.aws, hf auth login)."
+            f"{given}: a user, password, query or fragment would appear in logs: remove it from the URL, and "
+            f"store credentials where {PACKAGES[scheme]} finds them (~/.netrc, ~/.aws, hf auth login)."
         )
     return bool(separator)
 

@@ -94,8 +94,8 @@ class ArraySource(Source):
             return ArraySource(images, self.labels, channels, self.values)
         able = "1 or 3" if found in (1, 3) else f"{found} alone"
         raise UserError(
-            f"the images have {plural(found, 'channel')}, which can be read as {able}, not as {channels}: change "
-            "--image-channels, or the data."
+            f"--image-channels {channels}: the images have {plural(found, 'channel')}, which can be read as {able}: "
+            "change the flag, or the data."
         )
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:

@@ -107,7 +107,7 @@ def _mistakes(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str
         name = prefix + key
         expected = schema.get(key)
         if name in OWNED_BY_COMMAND_LINE:
-            yield f"key '{name}' is set on the command line: use {OWNED_BY_COMMAND_LINE[name]}."
+            yield f"key '{name}' is not allowed here: use {OWNED_BY_COMMAND_LINE[name]}."
         elif expected is None:
             yield f"key '{name}' is unknown, or has no effect here.{nearest(key, schema)}"
         elif value == "auto":

@@ -33,7 +33,7 @@ class IslandSettings:
     outer_learning_rate: float = option(0.7, "Outer learning rate.", above=0, high=10, part_of="local_steps")
     outer_momentum: float = option(0.9, "Outer Nesterov momentum.", low=0, high=0.9999, part_of="local_steps")
     outer_precision: Literal["fp32", "bf16"] = option(
-        "fp32", "bf16: send half the bytes; add rounding errors to the next outer step.", part_of="local_steps"
+        "fp32", "bf16: half the bytes are sent; the next outer step makes up for rounding.", part_of="local_steps"
     )
 
 
@@ -65,16 +65,16 @@ class DiLoCo(Way):
         meant = self.config.islands or size // ranks_per_machine(world, flag)
         if meant < 2:
             raise AgreedError(
-                f"{flag} needs at least 2 islands, not {meant}: use {flag}:N for N islands, "
-                f"where N divides the number of ranks ({size}), or leave {flag} out."
+                f"{flag} needs at least 2 islands, not {meant}: start more ranks, or use {flag}:N for N "
+                f"islands, where N divides the number of ranks ({size})."
             )
         machines = {*gather_objects(world.local_size, world)}
         islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
         if names is None and islands != meant:
             cure = f", or {flag}:{islands}" if islands > 1 else ""
             raise AgreedError(
-                f"{flag}:{meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups that are "
-                f"whole machines or lie within one machine: use a number of ranks that is a multiple of {meant}{cure}."
+                f"{flag}:{meant}: {plural(size, 'rank')} cannot be divided into {meant} equal groups, each of "
+                f"whole machines or within one machine: use a multiple of {meant} ranks{cure}."
             )
         before = islands if names is None else number_of_islands(names)
         if islands == before:

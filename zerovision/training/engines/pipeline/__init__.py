@@ -38,7 +38,7 @@ class PipelineSettings:
     )
     pipeline_split: str = option(
         "auto",
-        "First blocks of all stages but the first, separated by commas, such as blocks.3,blocks.6; auto: "
+        "First block of each stage but the first, comma-separated, such as blocks.3,blocks.6; auto: "
         "stages that take equally long.",
         part_of="pipeline_parallel",
     )
