@@ -219,7 +219,7 @@ def setting_parser(launcher: Launcher) -> OneLineParser:
     parser = OneLineParser("launch", None)
     for field in launcher.fields:
         flag, kind = flag_of(field.name), dict(field.metadata)
-        also = f", in the flag or in {field.name.upper()}" if kind.get("has_variable") else ""
+        also = f" (also read from {field.name.upper()})" if kind.get("has_variable") else ""
         if field.default is False:
             parser.add_argument(flag, action="store_true")
         elif kind["high"]:

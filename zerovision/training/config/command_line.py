@@ -124,7 +124,7 @@ class OneLineParser(argparse.ArgumentParser):
             return value
 
         kind = kind or ("a whole number" if number is int else "a number")
-        self.add_value(flag, read, f"{kind} from {low:.9g} to {high:.9g}", **options)
+        self.add_value(flag, read, f"{kind} from {low:.10g} to {high:.10g}", **options)
 
     def add_choice(self, flag: str, names: Iterable[str], **options: Any) -> None:
         """Add a flag that takes one of `names`."""
