@@ -203,9 +203,9 @@ def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allo
     """Yield a mistake for each value that cannot be combined with `setting`, a text such as `--compile on`."""
     for name, allowed in allowed_of.items():
         if (value := getattr(config, name)) not in allowed:
-            is_left_out = value is True or allowed == ("",)
-            cure = f"leave {of[name]} out" if is_left_out else f"use {of[name]} {allowed[0]}"
-            yield f"{setting} cannot be combined with {of[name]} {shown(value)}: {cure}."
+            cure = f"leave {of[name]} out" if value is True or allowed == ("",) else f"use {of[name]} {allowed[0]}"
+            given = of[name] if value is True else f"{of[name]} {shown(value)}"
+            yield f"{setting} cannot be combined with {given}: {cure}."
 
 
 def _rules_of(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
