@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from tests.cluster.hosts import REPO_ROOT, SHARED, Hosts, environment
 from tests.cluster.slurm_jobs import FLAGS, SlurmJob, processes_left
-from tests.cluster.trainings import RUN, assert_auto_was_planned, train_on_login
+from tests.cluster.trainings import RUN, assert_auto_was_planned, ranks, train_on_login
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -75,6 +76,13 @@ def test_a_job_goes_on_after_its_time_limit_with_the_same_weights(
 ) -> None:
     limit = ["--time=1", "--signal=B:USR1@15"]  # Slurm sends it up to 30 s earlier, never later
     job = SlurmJob(slurm, shared, [*TWO_NODES, *limit], LONG)
+    job.wait_for_training()
+    halted = {node: ranks(slurm, node) for node in ("node01", "node02")}  # no machine trains faster than the limit
+    assert all(halted.values()), job.output
+    for number, said in ((signal.SIGSTOP, "all ranks save and stop"), (signal.SIGCONT, "requeued")):
+        for node, processes in halted.items():
+            slurm.signal(node, number, *processes)
+        job.wait_for(lambda said=said: said in job.output, timeout_s=90)
     job.wait_for(lambda: job.show()["JobState"] == "PENDING" and job.show()["Restarts"] == "1", timeout_s=120)
     assert "the time limit is near: requeued" in job.output
     slurm.run("login", ["scontrol", "update", f"JobId={job.number}", "TimeLimit=10"])
