@@ -228,6 +228,10 @@ def test_ranks_on_one_gpu_are_refused_in_nccls_stead(monkeypatch) -> None:
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=error))
     with preserved_process(), pytest.raises(UserError, match=r"^several ranks share one GPU[^\n]*$"):
         start_world()
+    gone = dist.DistNetworkError("Failed to recv, got 0 bytes.\nframe #0: c10::Error")  # rank 0 of another run ended
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=gone))
+    with preserved_process(), pytest.raises(OSError, match=r"^this rank could not join the others: Failed[^\n]*$"):
+        start_world()
 
 
 TENSORS, TENSOR_BYTES = 10, 20 * 2**20

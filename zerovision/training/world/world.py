@@ -113,6 +113,7 @@ def start_world(*, deterministic: bool = False) -> World:
     Raises:
         UserError: if this machine has fewer GPUs than ranks, or GPUs that torch cannot use, or the master port is in
             use; see also `check_chosen_interfaces`.
+        OSError: if this rank cannot connect to the others.
     """
     rank, local_rank, local_size, size = launched_world()
     _configure_libraries(deterministic=deterministic)
@@ -128,7 +129,7 @@ def start_world(*, deterministic: bool = False) -> World:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **rendezvous)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
-            raise
+            raise OSError(f"this rank could not join the others: {one_line(error)}") from None
         port = os.environ.get("MASTER_PORT")
         raise UserError(f"port {port} is in use: choose a free one with --master_port or MASTER_PORT.") from None
     except dist.DistBackendError as error:
