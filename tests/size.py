@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (505, 350),
     "models": (1275, 900),
-    "zerovision/training/config": (807, 500),
+    "zerovision/training/config": (805, 500),
     "zerovision/training/base": (1095, 550),
     "zerovision/training/world": (606, 450),
     "zerovision/training/data": (4225, 2900),
@@ -25,10 +25,10 @@ ROOMS = {  # limit and end
     "zerovision/training/checkpoint": (590, 600),
     "zerovision/training/tasks": (793, 400),
     "zerovision/training/observe": (1158, 1050),
-    "zerovision/training": (2161, 1400),
+    "zerovision/training": (2156, 1400),
     "zerovision/launch": (2533, 1800),
     "zerovision/planning": (1230, 1000),
-    "zerovision/delivery": (3178, 2400),
+    "zerovision/delivery": (3177, 2400),
     "zerovision/extras": (1479, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts

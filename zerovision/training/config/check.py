@@ -232,20 +232,18 @@ def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
 def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield mistakes in the schedule."""
     schedule_fields(config.schedule, config, 1)
-    used = 0.0  # epochs of the run
-    for name in ("warmup_epochs", "cooldown_epochs"):
-        used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
-        if used > config.epochs:
-            before = "" if used == getattr(config, name) else " is too long together with the schedule's other phases"
-            yield f"{of[name]} {getattr(config, name)}{before}: the run has only {plural(config.epochs, 'epoch')}."
     decay, schedule = given_decay(config.schedule), f"{of['schedule']} {config.schedule}"
     last = round(decay + config.cooldown_epochs, 6)
     if decay and last % 1:
         start = f"{math.ceil(last) - config.cooldown_epochs:.9g}"
         yield f"{schedule}: the decay of wsd must begin with a new epoch: use wsd:{start}."
-    if decay and used + decay > config.epochs:
+    used = 0.0  # epochs of the run
+    for name in ("warmup_epochs", "cooldown_epochs", "schedule"):
+        epochs = decay if name == "schedule" else getattr(config, name)
         before = " is too long together with the schedule's other phases" if used else ""
-        yield f"{schedule}{before}: the run has only {plural(config.epochs, 'epoch')}."
+        used += 0.0 if epochs == "auto" else epochs
+        if epochs and used > config.epochs:
+            yield f"{of[name]} {getattr(config, name)}{before}: the run has only {plural(config.epochs, 'epoch')}."
 
 
 def _mixes(config: TrainConfig) -> bool:
