@@ -24,11 +24,13 @@ from zerovision.training.checkpoint.store import (
     temporary_folder,
 )
 from zerovision.training.engines.parameter_shards import EngineState, ParameterShard, flat_shards, index_of
+from zerovision.training.resume import NORMALIZATION
 
 SHAPES = {"stem.weight": (4, 3), "stem.bias": (5,), "head.weight": (3, 2, 2), "scale": ()}
 GROUPS = (("stem.weight", "head.weight"), ("stem.bias", "scale"))
 MOMENTS = ("exp_avg", "exp_avg_sq")
 IDENTITY = {"model": {"model_type": "small"}, "class list": ["cat", "dog"], "data set": "ab12", "global batch": 16}
+PREPARATION = {"mean": [0.5], "std": [0.25], "interpolation": None, "eval_crop": None}
 
 
 class PretendedRank:
@@ -104,7 +106,7 @@ def write_checkpoint(
         shards.append(write_shard(temporary / shard_name(rank), snapshot))
     content = {
         "progress": progress,
-        "identity": IDENTITY,
+        "identity": IDENTITY | {NORMALIZATION: PREPARATION},
         "config": {"epochs": 5},
         "applied_steps": 9,
         "loss_scale": None,

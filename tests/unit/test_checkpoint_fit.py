@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
-from small_checkpoints import ALONE, IDENTITY
+from small_checkpoints import ALONE, IDENTITY, PREPARATION
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.progress import Progress
@@ -23,7 +23,15 @@ from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, Tr
 from zerovision.training.config.global_batch import largest_divisor
 from zerovision.training.config.values import field_types
 from zerovision.training.observe.settings import ObserveSettings
-from zerovision.training.resume import check_fit, keep_global_batch, keep_groups, note_other_bytes, own_threads
+from zerovision.training.resume import (
+    NORMALIZATION,
+    check_fit,
+    keep_global_batch,
+    keep_groups,
+    note_other_bytes,
+    own_threads,
+    resumed,
+)
 from zerovision.training.world.world import World
 
 CONFIG = TrainConfig(epochs=5, batch_size=8)
@@ -46,12 +54,14 @@ STRANGE = {
 MIDDLE = Progress(epoch=1, step=3)
 
 
-def found(progress=MIDDLE, config=None, **identity):
-    """Return a checkpoint as it is after its way through the JSON file."""
+def found(progress=MIDDLE, config=None, given=CONFIG, **identity):
+    """Return a checkpoint as it is after its way through the JSON file, for a run with the `given` configuration."""
     saved = json.loads(json.dumps(dataclasses.asdict(CONFIG))) | (config or {})
-    identity = IDENTITY | {name.replace("_", " "): value for name, value in identity.items()}
+    identity = (
+        IDENTITY | {NORMALIZATION: PREPARATION} | {name.replace("_", " "): value for name, value in identity.items()}
+    )
     manifest = Manifest(progress, identity, saved, 9, None, {}, (ShardFacts(1, "0"),))
-    return FoundCheckpoint(Path("runs/first/checkpoints/step-00001-0000003"), manifest)
+    return resumed(FoundCheckpoint(Path("runs/first/checkpoints/step-00001-0000003"), manifest), given)
 
 
 def world_of(size):
@@ -99,7 +109,7 @@ def test_the_recipe_may_not(name):
 @pytest.mark.parametrize("name", RECIPE)
 def test_a_flag_younger_than_the_checkpoint_had_its_default(name):
     checkpoint = found()
-    del checkpoint.manifest.config[name]
+    del checkpoint.settings[name]
     default = dataclasses.replace(CONFIG, **{name: FIELDS[name].default})
     check_fit(checkpoint, default, IDENTITY, STEPS_PER_EPOCH)
     if changed(name) != FIELDS[name].default:
@@ -160,7 +170,7 @@ def test_positions_beyond_the_run_do_not(epoch, step):
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 8), (2, 8), (2, 4), (4, 4), (16, 1), (1, 16)])
 def test_accumulation_keeps_the_global_batch(ranks, batch_size):
     config = dataclasses.replace(CONFIG, batch_size=batch_size, gradient_accumulation_steps=3)
-    held = keep_global_batch(config, found(), world_of(ranks))
+    held = keep_global_batch(config, found(), ranks)
     assert held.gradient_accumulation_steps * ranks * batch_size == IDENTITY["global batch"]
     assert dataclasses.replace(held, gradient_accumulation_steps=3) == config
 
@@ -177,7 +187,7 @@ def test_accumulation_keeps_the_global_batch(ranks, batch_size):
 )
 def test_a_remainder_is_refused_with_what_is_allowed(ranks, batch_size, told):
     with pytest.raises(UserError) as caught:
-        keep_global_batch(dataclasses.replace(CONFIG, batch_size=batch_size), found(), world_of(ranks))
+        keep_global_batch(dataclasses.replace(CONFIG, batch_size=batch_size), found(), ranks)
     assert str(caught.value).endswith(told)
     assert str(caught.value).isprintable()
 
@@ -188,7 +198,7 @@ def test_a_remainder_is_refused_with_what_is_allowed(ranks, batch_size, told):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_strange_global_batches_get_one_line_at_once(global_batch, ranks):
     with pytest.raises(UserError) as caught:
-        keep_global_batch(CONFIG, found(global_batch=global_batch), world_of(ranks))
+        keep_global_batch(CONFIG, found(global_batch=global_batch), ranks)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
 
@@ -196,9 +206,9 @@ def test_strange_global_batches_get_one_line_at_once(global_batch, ranks):
 def test_accumulation_has_an_end():
     most = FIELDS["gradient_accumulation_steps"].metadata["high"]
     config = dataclasses.replace(CONFIG, batch_size=1)
-    assert keep_global_batch(config, found(global_batch=most), ALONE).gradient_accumulation_steps == most
+    assert keep_global_batch(config, found(global_batch=most), 1).gradient_accumulation_steps == most
     with pytest.raises(UserError, match=f"{2 * most} accumulation steps .* use a larger --batch-size"):
-        keep_global_batch(config, found(global_batch=2 * most), ALONE)
+        keep_global_batch(config, found(global_batch=2 * most), 1)
 
 
 @pytest.mark.parametrize(
@@ -207,24 +217,24 @@ def test_accumulation_has_an_end():
 )
 def test_a_resume_keeps_what_these_ranks_can_share(ranks, batch_size, steps):
     checkpoint = found(config={"batch_size": 96}, global_batch=3072)
-    kept = keep_global_batch(dataclasses.replace(CONFIG, batch_size="auto"), checkpoint, world_of(ranks))
+    kept = keep_global_batch(dataclasses.replace(CONFIG, batch_size="auto"), checkpoint, ranks)
     assert (kept.batch_size, kept.gradient_accumulation_steps) == (batch_size, steps)
     assert batch_size == largest_divisor(3072 // ranks, 96)
 
 
 @pytest.mark.parametrize("batch_size", [None, "auto", 0, 2.5, 2**60])
 def test_a_strange_batch_size_in_a_checkpoint_is_one_line(batch_size):
-    checkpoint = found(config={"batch_size": batch_size}, global_batch=2**60)
+    given = dataclasses.replace(CONFIG, batch_size="auto")
     with pytest.raises(UserError, match=r"its --batch-size .* is not a whole number"):
-        keep_global_batch(dataclasses.replace(CONFIG, batch_size="auto"), checkpoint, world_of(2))
+        found(config={"batch_size": batch_size}, given=given, global_batch=2**60)
 
 
 def test_the_global_batch_gives_the_accumulation_steps():
     config = dataclasses.replace(CONFIG, global_batch=96)
-    held = keep_global_batch(config, None, world_of(4))
+    held = keep_global_batch(config, None, 4)
     assert held == dataclasses.replace(config, gradient_accumulation_steps=3)
-    assert keep_global_batch(held, None, world_of(4)) == held
-    assert keep_global_batch(CONFIG, None, ALONE) is CONFIG
+    assert keep_global_batch(held, None, 4) == held
+    assert keep_global_batch(CONFIG, None, 1) is CONFIG
 
 
 @pytest.mark.parametrize(
@@ -241,13 +251,13 @@ def test_the_global_batch_gives_the_accumulation_steps():
 )
 def test_a_global_batch_that_cannot_be_is_refused_with_the_nearest(changes, ranks, told):
     with pytest.raises(UserError) as caught:
-        keep_global_batch(dataclasses.replace(CONFIG, **changes), None, world_of(ranks))
+        keep_global_batch(dataclasses.replace(CONFIG, **changes), None, ranks)
     assert str(caught.value).endswith(told)
 
 
 def test_another_global_batch_than_the_checkpoints_is_refused():
     with pytest.raises(UserError, match=r"--global-batch 32: the checkpoint was made with 16\."):
-        keep_global_batch(dataclasses.replace(CONFIG, global_batch=32), found(), world_of(2))
+        keep_global_batch(dataclasses.replace(CONFIG, global_batch=32), found(), 2)
 
 
 # The threads of a rank, and the leaves.
@@ -272,9 +282,9 @@ def test_a_run_keeps_its_threads_unless_told_otherwise(saved, given, threads, to
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
     checkpoint = found(config={} if saved is None else {"threads_per_rank": saved})
     if saved is None:
-        del checkpoint.manifest.config["threads_per_rank"]
+        del checkpoint.settings["threads_per_rank"]
     config, notes = own_threads(dataclasses.replace(CONFIG, threads_per_rank=given or saved or 0), ALONE)
-    assert (config.threads_per_rank, notes + note_other_bytes(config, checkpoint)) == (threads, told)
+    assert (config.threads_per_rank, notes + note_other_bytes(config, checkpoint.settings)) == (threads, told)
 
 
 @pytest.mark.parametrize(
@@ -291,11 +301,9 @@ def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
     before, meant, ranks, per_machine, islands, told, monkeypatch
 ):
     monkeypatch.setattr("zerovision.training.world.collectives.gather_objects", lambda *_: [per_machine] * ranks)
-    checkpoint = found(config={"islands": meant})
     names = [f"island {number}/head.bias" if number else "head.bias" for number in range(before)]
-    checkpoint.manifest.parameters.update({name: [10] for name in names})
     config = dataclasses.replace(CONFIG, local_steps=5, islands=meant)
-    kept, now, notes = keep_groups(config, checkpoint, world_of(ranks))
+    kept, now, notes = keep_groups(config, names, world_of(ranks))
     assert (kept.islands, now, len(notes)) == (meant, islands, bool(told))
     assert told in "".join(notes)
     if islands < meant:  # as a new run, it is refused
@@ -304,6 +312,6 @@ def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
 
 
 def test_another_batch_size_is_noted_since_the_bytes_change():
-    assert note_other_bytes(CONFIG, None) == note_other_bytes(CONFIG, found()) == []
-    (line,) = note_other_bytes(dataclasses.replace(CONFIG, batch_size=4), found())
+    assert note_other_bytes(CONFIG, {}) == note_other_bytes(CONFIG, found().settings) == []
+    (line,) = note_other_bytes(dataclasses.replace(CONFIG, batch_size=4), found().settings)
     assert line == "--batch-size 4 instead of 8: the bytes will differ from those of the run so far"

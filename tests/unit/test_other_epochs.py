@@ -17,7 +17,7 @@ from zerovision.training.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.best_weights import keep_finished
-from zerovision.training.resume import before_decay
+from zerovision.training.resume import before_decay, resumed
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 CONFIG = TrainConfig(schedule="wsd", epochs=20, warmup_epochs=0.5, resume="auto")  # stable for 16 epochs
@@ -48,7 +48,7 @@ def test_the_last_checkpoint_before_the_decay_is_kept(finished):
 
 
 def test_a_longer_run_goes_back_to_where_the_decay_began(finished):
-    found, _ = newest(finished)
+    found = resumed(newest(finished)[0], CONFIG)
     earlier, notes = before_decay(CONFIG, found, ALONE)
     assert earlier.path.name == "step-00008-0000000"
     assert notes == [BACK]
@@ -62,9 +62,9 @@ def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
         write_checkpoint(folder, progress, keep_last=9, config=dataclasses.asdict(SHORT))
     if epoch is not None:
         save_weights_of(epoch, tmp_path / WEIGHTS)
-    found, _ = newest(folder)
+    found = resumed(newest(folder)[0], CONFIG)
     earlier, notes = before_decay(CONFIG, found, ALONE)
-    kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_score)
+    kept = (earlier.progress.best_epoch, earlier.progress.best_score)
     assert kept == ((5, 0.7) if epoch == 5 else (0, -1.0))
     told = "; model.safetensors will contain the best epoch from then on: epoch 5's weights are gone"
     assert notes == [BACK if epoch == 5 else BACK + told]
@@ -82,20 +82,21 @@ def save_weights_of(epoch, path):
 def test_weights_behind_which_a_longer_run_goes_back_are_kept(epoch, epochs, kept, tmp_path):
     folder = RunFolder(tmp_path, "waves")
     write_checkpoint(folder.checkpoints, Progress(8), config=dataclasses.asdict(SHORT))
-    manifest = newest(folder.checkpoints)[0].manifest
+    found = resumed(newest(folder.checkpoints)[0], CONFIG)
+    before = (found.epochs, found.progress.epoch)
     if epoch is not None:
         save_weights_of(epoch, folder.weights)
-    line = keep_finished(folder, manifest, epochs)
+    line = keep_finished(folder, *before, epochs)
     told = "the weights of epoch 10, of the run of 10 epochs, are kept as model-10-epochs.safetensors"
     assert line == (told if kept else None)
     if kept:
         save_weights_of(9, folder.weights)  # the first epoch of the longer run, which is killed then
-        assert keep_finished(folder, manifest, epochs) is None
+        assert keep_finished(folder, *before, epochs) is None
     assert [load_file(file)["w"].item() for file in folder.path.glob("model-*.safetensors")] == kept
 
 
 def test_other_runs_go_on_from_the_newest(finished):
-    found, _ = newest(finished)
+    found = resumed(newest(finished)[0], CONFIG)
     for changes in (
         {"epochs": 10},
         {"epochs": 10, "schedule": "cosine"},
@@ -110,14 +111,13 @@ def test_other_runs_go_on_from_the_newest(finished):
 
 def test_a_run_that_is_still_stable_goes_on_where_it_is(tmp_path):
     write_checkpoint(tmp_path, Progress(7, 3), config=dataclasses.asdict(SHORT))
-    found, _ = newest(tmp_path)
+    found = resumed(newest(tmp_path)[0], CONFIG)
     assert before_decay(CONFIG, found, ALONE) == (found, [f"--epochs 20 instead of 10: {GOES_ON} 20 epochs"])
-    assert before_decay(CONFIG, None, ALONE) == (None, [])
 
 
 def test_a_damaged_one_is_told_and_the_newest_taken(finished):
     (finished / "step-00008-0000000" / MANIFEST_FILE).unlink()
-    found, _ = newest(finished)
+    found = resumed(newest(finished)[0], CONFIG)
     same, (note,) = before_decay(CONFIG, found, ALONE)
     assert same is found
     told = "; the checkpoint of epoch 8, before the decay, cannot be used: it has no manifest.json"
@@ -127,7 +127,7 @@ def test_a_damaged_one_is_told_and_the_newest_taken(finished):
 @pytest.mark.parametrize("epochs", [None, 0, -3, True, "10", 10**30, [10]])
 def test_strange_epochs_of_a_checkpoint_are_none(tmp_path, epochs):
     write_checkpoint(tmp_path, Progress(4), config=dataclasses.asdict(SHORT) | {"epochs": epochs})
-    found, _ = newest(tmp_path)
+    found = resumed(newest(tmp_path)[0], CONFIG)
     assert before_decay(CONFIG, found, ALONE) == (found, [])
 
 

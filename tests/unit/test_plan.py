@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 from zerovision.training.config import TrainConfig
 from zerovision.training.out_of_memory import next_rung
-from zerovision.training.setup import RunFacts
+from zerovision.training.steps.carrier import Run
+from zerovision.training.world.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = PlannedJob(
@@ -229,13 +231,16 @@ RECOMPUTED = "--activation-checkpointing --model-type=timm:test_resnet"
         (f"--strategy=fsdp_stage2 --gradient-accumulation-steps=3 {RECOMPUTED}", "deepspeed", True),
     ],
 )
-def test_a_run_predicts_what_the_planner_does(words, engine, has_gpus):
+def test_a_run_predicts_what_the_planner_does(words, engine, has_gpus, monkeypatch):
     """Two machines of four ranks: shards and replicas, blocks, accumulation and checkpointing all count."""
     asked = f"--num-gpus=8 --gpus-per-node=4 {'--gpu=h100' * has_gpus} --precision=bf16 --image-size=64"
     job, _ = job_of(read(f"{asked} --engine={engine} {words}".split()))
-    config = dataclasses.replace(job.config, image_channels=3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    world = World(0, 0, 4, 8, torch.device("cuda" if has_gpus else "cpu"))
+    train = SimpleNamespace(sizes=[32, 64])
+    data: Any = SimpleNamespace(class_names=["x"] * job.classes, preprocessing=SimpleNamespace(channels=3), train=train)
     tensors = evaluate(job, job.config).memory.tensors  # what is measured on a GPU, without the context
-    assert predicted_tensors(RunFacts(config, job.classes, 64, 8, 4, has_gpus), [job.config]) == [tensors]
+    assert predicted_tensors(Run(config=job.config, world=world, data=data), [job.config]) == [tensors]
 
 
 def test_ranks_that_compute_layers_together_divide_weights_gradients_moments_and_activations():

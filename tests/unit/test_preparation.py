@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +16,13 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from tests.kit import new_model, save_built
 from zerovision.models.preparation import Preparation, crop_share, differences
 from zerovision.models.weights_metadata import Preprocessing
+from zerovision.training.base.progress import Progress
+from zerovision.training.checkpoint.manifest import Manifest
+from zerovision.training.checkpoint.store import FoundCheckpoint
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, data_options, load_data
 from zerovision.training.data.augment import evaluation_geometry
-from zerovision.training.resume import NORMALIZATION, keep_preparation, preparation_of
+from zerovision.training.resume import GLOBAL_BATCH, NORMALIZATION, keep_preparation, preparation_of, resumed
 
 SQUASHED = "timm:convnext_base.fb_in22k_ft_in1k_384"
 PUBLISHED = ["timm:test_vit.r160_in1k", "timm:resnet18", "timm:vgg16", "timm:vit_tiny_patch16_384", SQUASHED]
@@ -102,7 +104,7 @@ def test_a_file_says_itself_how_its_images_were_prepared(photos, tmp_path):
     assert found.mean == (0.485, 0.456, 0.406)
     data = load_data(data_options(config_of(photos, model_type="basic_cnn", weights=str(own))))
     assert data.notes == ["the starting weights were trained on images of 64 pixels, here of 224 (--image-size)"]
-    assert preparation_of(data)["mean"] == [0.1] * 3
+    assert preparation_of(data)["mean"] == (0.1,) * 3
 
 
 def test_arrays_keep_their_size_and_take_the_filter():
@@ -132,9 +134,10 @@ def test_a_resumed_run_keeps_what_its_weights_brought(photos, tmp_path):
     config = config_of(photos, model_type="timm:resnet18", pretrained=True)
     first = load_data(data_options(config))
     later = dataclasses.replace(config, pretrained=False)
-    identity = {NORMALIZATION: json.loads(json.dumps(preparation_of(first)))}
-    found = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(identity=identity))
-    assert keep_preparation(later, load_data(data_options(later)), found).preprocessing == first.preprocessing
+    identity = {NORMALIZATION: json.loads(json.dumps(preparation_of(first))), GLOBAL_BATCH: 16}
+    manifest = Manifest(Progress(), identity, {}, 0, None, {}, ())
+    kept = resumed(FoundCheckpoint(tmp_path, manifest), later).preparation
+    assert keep_preparation(later, load_data(data_options(later)), kept).preprocessing == first.preprocessing
 
 
 def test_differences_are_told_with_their_flags():

@@ -25,7 +25,7 @@ from zerovision.training.engines.settings import check_machine
 from zerovision.training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
 from zerovision.training.observe.device_use import FILL
 from zerovision.training.recipe.rules import check_optimizer
-from zerovision.training.setup import RunFacts
+from zerovision.training.steps.carrier import Run
 from zerovision.training.world.mesh_sizes import data_ranks
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # multiple of the option's images to try first; maximum number of batch sizes to try
@@ -140,10 +140,8 @@ def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool =
         UserError: if the engine does not support the settings, or the update rule does not support the engine and
             strategy.
     """
-    shards_parameters = STRATEGIES[config.strategy].zero_stage > 1
-    check_optimizer(
-        FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=shards_parameters
-    )
+    sharded = STRATEGIES[config.strategy].zero_stage > 1
+    check_optimizer(FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=sharded)
     if config.ranks_per_replica > 1:
         check_config(config, FLAG_OF)
     plan, workload = job.plan_for(config), job.workload_for(config)
@@ -168,18 +166,20 @@ def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool =
     return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes)
 
 
-def predicted_tensors(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
+def predicted_tensors(run: Run, configs: Sequence[TrainConfig]) -> list[int]:
     """Predict the peak bytes of a rank's tensors under several configurations, for a run that tries batch sizes.
 
     Args:
-        facts: facts about the run; their `config` contains the network and the update rule.
-        configs: configurations that differ in batch size, strategy, offload and activation checkpointing.
+        run: the prepared run.
+        configs: configurations of the run that differ in batch size, strategy, offload and activation checkpointing.
 
     Raises:
         UserError: if the network's memory cannot be predicted, or the engine does not support the settings.
     """
-    machine = Machine(Gpu("gpu" if facts.has_gpus else CPU, memory_bytes=0), facts.ranks_per_machine)
-    job = PlannedJob(facts.config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
+    data, ranks, device = run.data, run.ranks_per_state, run.world.device.type
+    run = run.changed(precision=run.precision, image_channels=data.preprocessing.channels)
+    machine = Machine(Gpu(CPU if device == "cpu" else "gpu", memory_bytes=0), min(run.world.local_size, ranks))
+    job = PlannedJob(run.config, machine, ranks, len(data.class_names), data.train.sizes[-1], images=0)
     return [evaluate(job, config).memory.tensors for config in configs]
 
 

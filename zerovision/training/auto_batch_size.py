@@ -31,8 +31,7 @@ from zerovision.training.config.global_batch import (
 from zerovision.training.engines.settings import WAYS
 from zerovision.training.observe.device_use import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
 from zerovision.training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
-from zerovision.training.setup import RunFacts, memory_facts
-from zerovision.training.steps.carrier import Run, Start
+from zerovision.training.steps.carrier import Run
 from zerovision.training.trial import (
     TrialStopped,
     earlier_result,
@@ -43,7 +42,6 @@ from zerovision.training.trial import (
     trial_settings,
 )
 from zerovision.training.world.collectives import agreed, broadcast_object, gather_objects
-from zerovision.training.world.world import World
 
 STEPS = 2  # optimizer steps per trial: the first one chooses kernels and fills caches
 TRIAL_FOLDER = "batch-size-trial"
@@ -135,11 +133,10 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
 def _search(run: Run, global_batch: int) -> tuple[int, str]:
     """Return the batch size found and a description of the trials, and write both to the run's folder; a collective."""
     config, world, folder, start = run.config, run.world, run.folder, run.start
-    facts = memory_facts(run)
-    most = 0 if facts.has_gpus else MOST_IMAGES_ON_CPU
+    most = MOST_IMAGES_ON_CPU if world.device.type == "cpu" else 0
     sizes = agreed(lambda: micro_batches(global_batch, world.data.size, most), world)
     configs = [divided(config, size, global_batch, world.data.size) for size in sizes]
-    planned = broadcast_object(_plan(facts, configs, start) if world.is_main else None, world)
+    planned = broadcast_object(_plan(run, configs) if world.is_main else None, world)
     about = {"global_batch": global_batch, "ranks": world.size, "settings": trial_settings(config, *OF_MEMORY)}
     tried = broadcast_object(_earlier_trials(folder, about) if world.is_main else None, world)
     earlier, trials = {size: Trial(*found) for size, *found in tried}, dict[int, Trial]()
@@ -158,7 +155,7 @@ def _search(run: Run, global_batch: int) -> tuple[int, str]:
     first_guess = [*trials][:2][-1]
     how = f"planned {first_guess}; " + ", ".join(f"{size}: {found.describe()}" for size, found in trials.items())
     if place is None:
-        raise _does_not_fit(configs[0], trials[sizes[0]], facts, start, world)
+        raise _does_not_fit(dataclasses.replace(run, config=configs[0]), trials[sizes[0]])
     if world.is_main:
         result = {"batch_size": sizes[place], "how": how, "possible": sizes, "planned": planned}
         _record(folder, about | result, trials)
@@ -187,11 +184,11 @@ def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
     return found if all(type(number) is int and number > 0 for number in found) else None
 
 
-def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: Start) -> list[int]:
+def _plan(run: Run, configs: Sequence[TrainConfig]) -> list[int]:
     """Return the predicted number of bytes for each configuration, or zeros if the planner cannot predict it."""
-    if start.plan_memory is not None:
+    if run.start.plan_memory is not None:
         with contextlib.suppress(Exception):  # some networks cannot be analyzed without data: the trials decide
-            return start.plan_memory(facts, configs)
+            return run.start.plan_memory(run, configs)
     return [0] * len(configs)
 
 
@@ -233,24 +230,26 @@ def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
     return Trial(is_short, taken[worst], rooms[worst])
 
 
-def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: Start, world: World) -> Exception:
+def _does_not_fit(run: Run, found: Trial) -> Exception:
     """Return the error for a model that does not fit even with the smallest micro-batch; a collective."""
+    config, world = run.config, run.world
     text = f"--batch-size auto: {config.model_type} with {config.batch_size} images {found.describe()}"
     if config.on_oom == "adapt":
         return MemoryError(text)
-    cure = _nearest_that_fits(config, found, facts, start) if world.is_main else ""
+    cure = _nearest_that_fits(run, found) if world.is_main else ""
     return AgreedError(f"{text}. {broadcast_object(cure, world)}.")
 
 
-def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: Start) -> str:
+def _nearest_that_fits(run: Run, found: Trial) -> str:
     """Return a sentence that names the first settings down the ladder that are predicted to fit."""
-    ladder, changes = [config], list[dict[str, Any]]([{}])
-    while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=facts.has_gpus)) is not None:
+    ladder, changes = [run.config], list[dict[str, Any]]([{}])
+    ranks, has_gpus = run.ranks_per_state, run.world.device.type == "cuda"
+    while (rung := next_rung(ladder[-1], ranks, has_gpus=has_gpus)) is not None:
         ladder.append(dataclasses.replace(ladder[-1], **rung.changes))
         changes.append(changes[-1] | rung.changes)
-    planned = _plan(facts, ladder, start)
+    planned = _plan(run, ladder)
     needed = max(found.taken_bytes, found.room_bytes if found.is_out_of_memory else 0)
     for change, bytes_planned in zip(changes[1:], planned[1:], strict=True):
         if not planned[0] or needed + bytes_planned - planned[0] <= FILL * found.room_bytes:
-            return f"Expected to fit: {' '.join(Rung(change, '', start=config).flags)}"
+            return f"Expected to fit: {' '.join(Rung(change, '', start=run.config).flags)}"
     return "No setting saves enough memory: use a smaller --image-size or model, or more ranks"

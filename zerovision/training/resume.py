@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -26,50 +27,47 @@ from zerovision.training.data.image_list import describe_change, read_image_list
 from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.recipe.schedule import stable_epochs
-from zerovision.training.steps.carrier import Run
+from zerovision.training.steps.carrier import Resumed, Run
 from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
 
 
-def before_decay(
-    config: TrainConfig, found: FoundCheckpoint | None, world: World
-) -> tuple[FoundCheckpoint | None, list[str]]:
+def before_decay(config: TrainConfig, found: Resumed, world: World) -> tuple[Resumed, list[str]]:
     """Return the checkpoint to resume from, and a note for the log if the number of epochs has changed; a collective.
 
     If the number of epochs has increased, the run goes back to the start of the decay, provided that the schedule up to
     that point does not depend on the number of epochs. A checkpoint that the user named is always used as it is.
     """
-    epochs = found.manifest.config.get("epochs") if found else None
-    if found is None or type(epochs) is not int or not 1 <= epochs <= FIELDS["epochs"].metadata["high"]:
+    if found.epochs in (0, config.epochs):
         return found, []
-    if epochs == config.epochs:
-        return found, []
-    saved = dataclasses.replace(config, epochs=epochs)
-    change = f"--epochs {config.epochs} instead of {epochs}"
+    saved, path, progress = dataclasses.replace(config, epochs=found.epochs), found.path, found.progress
+    change = f"--epochs {config.epochs} instead of {saved.epochs}"
     goes_on = f"{change}: from now on, learning rate and mixing are those of a run of {config.epochs} epochs"
-    start, progress = Progress(stable_epochs(saved)), found.manifest.progress
+    start = Progress(stable_epochs(saved))
     if (
         saved.epochs > config.epochs
-        or found.path.resolve() == Path(config.resume).expanduser().resolve()
+        or path.resolve() == Path(config.resume).expanduser().resolve()
         or start.epoch == 0
         or (progress.epoch, progress.step) <= (start.epoch, 0)
     ):
         return found, [goes_on]
-    earlier, refused = choose([found.path.parent / checkpoint_name(start)], world)
+    earlier, refused = choose([path.parent / checkpoint_name(start)], world)
     if earlier is None:
         reason = next(iter(refused.values()))
         return found, [f"{goes_on}; the checkpoint of epoch {start.epoch}, before the decay, cannot be used: {reason}"]
     note = f"{change}: going back to epoch {start.epoch}, the last before the learning rate decayed"
-    progress = earlier.manifest.progress
-    has_best = world.is_main and epoch_of(earlier.path.parent.parent / WEIGHTS) == progress.best_epoch
-    if broadcast_object(has_best, world) or progress.best_epoch == 0:
-        return earlier, [note]
-    note += f"; {WEIGHTS} will contain the best epoch from then on: epoch {progress.best_epoch}'s weights are gone"
-    progress = dataclasses.replace(progress, best_epoch=0, best_score=Progress.best_score)
-    return dataclasses.replace(earlier, manifest=dataclasses.replace(earlier.manifest, progress=progress)), [note]
+    found = agreed(lambda: resumed(earlier, config), world)
+    best_epoch = found.progress.best_epoch
+    has_best = world.is_main and epoch_of(path.parent.parent / WEIGHTS) == best_epoch
+    if broadcast_object(has_best, world) or best_epoch == 0:
+        return found, [note]
+    note += f"; {WEIGHTS} will contain the best epoch from then on: epoch {best_epoch}'s weights are gone"
+    progress = dataclasses.replace(found.progress, best_epoch=0, best_score=Progress.best_score)
+    return dataclasses.replace(found, progress=progress), [note]
 
 
-DATA_SET, NORMALIZATION = "data set", "normalization"  # keys in `Manifest.identity`
+# Keys in `Manifest.identity`.
+DATA_SET, GLOBAL_BATCH, NORMALIZATION = "data set", "global batch", "normalization"
 
 
 def choose_checkpoint(run: Run) -> Run:
@@ -80,18 +78,52 @@ def choose_checkpoint(run: Run) -> Run:
     Raises:
         UserError: on all ranks, if a requested checkpoint is missing or damaged, or does not fit the run.
     """
-    config, world = run.config, run.world
+    config, data, world, names = run.config, run.data, run.world, None
     found, notes = find_checkpoint(config, run.folder, world, is_restart=run.start.origin.restarts > 0)
-    data = agreed(lambda: keep_preparation(config, run.data, found), world)
-    found, decay_notes = before_decay(config, found, world)
     if found is None:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
-    divided = agreed(lambda: keep_global_batch(config, found, world), world)
-    divided, groups, group_notes = keep_groups(divided, found, world)
+    else:
+        found, decay_notes = before_decay(config, found, world)
+        names, notes = found.parameters, [*notes, *decay_notes]
+        data = agreed(lambda: keep_preparation(config, data, found.preparation), world)
+    divided = agreed(lambda: keep_global_batch(config, found, world.data.size), world)
+    divided, groups, group_notes = keep_groups(divided, names, world)
     config, thread_notes = own_threads(divided, world)
-    notes = [*notes, *decay_notes, *group_notes, *thread_notes, *note_other_bytes(config, found)]
+    notes = [*notes, *group_notes, *thread_notes, *note_other_bytes(config, found.settings if found else {})]
     start = dataclasses.replace(run.start, found=found, groups=groups, notes=(*run.start.notes, *notes))
     return dataclasses.replace(run, config=config, data=data, start=start)
+
+
+def resumed(found: FoundCheckpoint, config: TrainConfig) -> Resumed:
+    """Return what a run takes from its checkpoint; this function alone reads and checks these values of a manifest.
+
+    Raises:
+        UserError: if the checkpoint has no valid preprocessing, global batch or, with `--batch-size auto`, batch size.
+    """
+    manifest, path = found.manifest, found.path
+    epochs, batch_size = (manifest.config.get(name) for name in ("epochs", "batch_size"))
+    global_batch = manifest.identity.get(GLOBAL_BATCH)
+    preparation: Any = manifest.identity.get(NORMALIZATION)
+    try:
+        left_open = [name for name in FROM_WEIGHTS if getattr(config, name) == "auto" and preparation[name]]
+        kept = {name: preparation[name] for name in left_open}
+        kept |= {name: tuple(map(float, preparation[name])) for name in ("mean", "std")}
+        if not all(FROM_WEIGHTS[name](kept[name]) for name in left_open):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError, LookupError):
+        raise UserError(f"checkpoint {path} cannot be used: its normalization is {shown(preparation)}.") from None
+    if type(global_batch) is not int or not 0 < global_batch < 2**63:
+        raise UserError(f"checkpoint {path}: its global batch {shown(global_batch)} is not a whole number.")
+    if config.batch_size == "auto" and not _is_number(batch_size, "batch_size"):
+        raise UserError(f"checkpoint {path}: its --batch-size {shown(batch_size)} is not a whole number.")
+    as_saved = (manifest.progress, manifest.config, manifest.identity, manifest.parameters.keys())
+    known_epochs = epochs if _is_number(epochs, "epochs") else 0
+    return Resumed(path, manifest, *as_saved, known_epochs, global_batch, kept)
+
+
+def _is_number(value: Any, name: str) -> TypeGuard[int]:
+    """Return whether a value is a whole number that a setting of a run can have."""
+    return type(value) is int and 1 <= value <= FIELDS[name].metadata["high"]
 
 
 def identity_of(run: Run) -> dict[str, Any]:
@@ -99,7 +131,7 @@ def identity_of(run: Run) -> dict[str, Any]:
     places = run.plan.places
     in_shards = {} if places is None else {"division into shards": hashlib.sha256(places.tobytes()).hexdigest()}
     facts: dict[str, Any] = {"model": run.model.built.description.to_dict(), "class list": run.data.class_names}
-    facts |= {DATA_SET: run.data.fingerprint, "global batch": run.plan.global_batch}
+    facts |= {DATA_SET: run.data.fingerprint, GLOBAL_BATCH: run.plan.global_batch}
     facts["plug-in"] = names_of(run.config.plugin) or None
     return run.task.identity | in_shards | facts
 
@@ -111,11 +143,11 @@ def saved_identity(run: Run) -> dict[str, Any]:
 
 def find_checkpoint(
     config: TrainConfig, folder: RunFolder, world: World, *, is_restart: bool
-) -> tuple[FoundCheckpoint | None, list[str]]:
+) -> tuple[Resumed | None, list[str]]:
     """Return the checkpoint to resume from (None for a fresh start) and notes for the log; a collective.
 
     Raises:
-        UserError: on all ranks, if the user requested a checkpoint and no undamaged one is found.
+        UserError: on all ranks, if the user requested a checkpoint and no undamaged one is found; see also `resumed`.
     """
     candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
     found, refused = choose(candidates, world)
@@ -127,10 +159,11 @@ def find_checkpoint(
         notes.append(f"run {folder.name} has no checkpoint: starting from the beginning")
     if world.is_main:
         set_aside(folder.checkpoints, refused)
-    return found, notes + [f"checkpoint {path} is skipped: {reason}" for path, reason in refused.items()]
+    notes += [f"checkpoint {path} is skipped: {reason}" for path, reason in refused.items()]
+    return agreed(lambda: resumed(found, config) if found else None, world), notes
 
 
-def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
+def keep_global_batch(config: TrainConfig, found: Resumed | None, ranks: int) -> TrainConfig:
     """Return the configuration with the accumulation steps for the checkpoint's global batch or `--global-batch`.
 
     With `--batch-size auto`, the micro-batch is the checkpoint's or, if that does not divide a rank's share of the
@@ -140,61 +173,43 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
         UserError: if ranks times batch size does not divide the global batch; the message suggests values that do.
     """
     if found is None:
-        return config if config.batch_size == "auto" else divide_given(config, world.data.size)
-    global_batch = found.manifest.identity.get("global batch")
-    if type(global_batch) is not int or not 0 < global_batch < 2**63:
-        raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is not a whole number.")
-    if config.global_batch not in (0, global_batch):
+        return config if config.batch_size == "auto" else divide_given(config, ranks)
+    if config.global_batch not in (0, found.global_batch):
         raise UserError(
-            f"--global-batch {config.global_batch}: the checkpoint was made with {global_batch}. Leave it out to "
+            f"--global-batch {config.global_batch}: the checkpoint was made with {found.global_batch}. Leave it out to "
             "continue, or start a new run with --weights."
         )
     if config.batch_size == "auto":
-        saved = found.manifest.config.get("batch_size")
-        if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
-            raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is not a whole number.")
-        share = max(1, global_batch // world.data.size)
-        config = dataclasses.replace(config, batch_size=largest_divisor(share, saved))
-    return divide(config, global_batch, world.data.size, "the checkpoint's global batch of")
+        share = max(1, found.global_batch // ranks)
+        config = dataclasses.replace(config, batch_size=largest_divisor(share, found.settings["batch_size"]))
+    return divide(config, found.global_batch, ranks, "the checkpoint's global batch of")
 
 
-def keep_preparation(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
-    """Return the data set with the checkpoint's preprocessing, which suits the weights that its run started from.
-
-    Raises:
-        UserError: if the checkpoint has no valid preprocessing.
-    """
-    if found is None:
-        return data
+def keep_preparation(config: TrainConfig, data: DatasetPair, saved: dict[str, Any]) -> DatasetPair:
+    """Return the data set with the saved preprocessing, which suits the weights that its run started from."""
     here = preparation_of(data)
-    saved: Any = found.manifest.identity.get(NORMALIZATION)
-    try:
-        left_open = [name for name in FROM_WEIGHTS if getattr(config, name) == "auto" and here[name] and saved[name]]
-        kept = {name: saved[name] for name in ("mean", "std", *left_open)}
-        if all(here[name] == value for name, value in kept.items()):
-            return data
-        kept["mean"] = tuple(map(float, saved["mean"]))
-        kept["std"] = tuple(map(float, saved["std"]))
-        if not all(FROM_WEIGHTS[name](kept[name]) for name in left_open):
-            raise ValueError
-    except (AttributeError, TypeError, ValueError, LookupError):
-        raise UserError(f"checkpoint {found.path} cannot be used: its normalization is {shown(saved)}.") from None
-    return load_data(dataclasses.replace(data_options(config), made_for=(), **kept))
+    kept = {name: value for name, value in saved.items() if here[name]}
+    return data if here | kept == here else load_data(dataclasses.replace(data_options(config), made_for=(), **kept))
 
 
 def preparation_of(data: DatasetPair) -> dict[str, Any]:
     """Return the resize filter, crop fraction, and each channel's mean and standard deviation for pixels in 0..1."""
     made = Preparation.of_run(data.preprocessing)
     return {
-        "mean": [*made.mean],
-        "std": [*made.std],
+        "mean": made.mean,
+        "std": made.std,
         "interpolation": made.interpolation,
         "eval_crop": made.crop,
     }
 
 
-def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, int, list[str]]:
+def keep_groups(config: TrainConfig, names: Iterable[str] | None, world: World) -> tuple[TrainConfig, int, list[str]]:
     """Divide the ranks into independent groups, if the run uses them; a collective.
+
+    Args:
+        config: the configuration.
+        names: names of the parameters in the checkpoint; None for a fresh start.
+        world: all ranks.
 
     Returns:
         The configuration with the intended number of groups, the current number of groups, and notes for the log.
@@ -202,7 +217,6 @@ def keep_groups(config: TrainConfig, found: FoundCheckpoint | None, world: World
     Raises:
         UserError: on all ranks, if the ranks of a new run cannot be divided into the groups.
     """
-    names = found.manifest.parameters if found else None
     divided = (way.divide_ranks(names, world) for way in ways_of(config, TORCH))
     settings, groups, notes = next((one for one in divided if one[0]), ({}, 1, []))
     return dataclasses.replace(config, **settings), groups, notes
@@ -226,9 +240,8 @@ def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[st
     return config, [f"{each} x {ranks} on {cores} cores: {cost}; --threads-per-rank changes this and the last bits"]
 
 
-def note_other_bytes(config: TrainConfig, found: FoundCheckpoint | None) -> list[str]:
+def note_other_bytes(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     """Return notes for the log about allowed changes of settings after which results are no longer bit-identical."""
-    saved = found.manifest.config if found else {}
     return [
         f"{FLAG_OF[name]} {getattr(config, name)} instead of {shown(saved[name])}: the bytes will differ from those of "
         "the run so far"
@@ -238,7 +251,7 @@ def note_other_bytes(config: TrainConfig, found: FoundCheckpoint | None) -> list
 
 
 def check_fit(
-    found: FoundCheckpoint,
+    found: Resumed,
     config: TrainConfig,
     identity: dict[str, Any],
     steps_per_epoch: int,
@@ -256,19 +269,19 @@ def check_fit(
     Raises:
         UserError: for the first difference.
     """
-    manifest = found.manifest
+    progress = found.progress
     for name, field in FIELDS.items():
         if name in CHANGEABLE_ON_RESUME:
             continue
         # A flag that was added after the checkpoint was saved had its default value.
-        saved, given = manifest.config.get(name, field.default), getattr(config, name)
+        saved, given = found.settings.get(name, field.default), getattr(config, name)
         if saved != given:
             raise UserError(
                 f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}, but this run has {shown(given)}"
                 ": use the same value to continue, or start a new run with --weights."
             )
     for key, value in identity.items():
-        saved = manifest.identity.get(key)
+        saved = found.identity.get(key)
         if saved != value:
             difference, run = _difference(saved, value), found.path.absolute().parent.parent
             if key == DATA_SET and data is not None:
@@ -277,7 +290,6 @@ def check_fit(
                 f"checkpoint {found.path} was made with another {key}: {one_line(difference, 400)}. Use the same, "
                 f"or start a new run from its weights: --weights {run / WEIGHTS} and another --run-name."
             )
-    progress = manifest.progress
     if progress.epoch > config.epochs or progress.step > steps_per_epoch:
         cure = f" Use --epochs {progress.epoch} or more, or another --run-name."
         raise UserError(

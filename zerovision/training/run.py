@@ -204,11 +204,12 @@ def _restore_state(context: Run) -> None:
     if found is not None:
         state, world, restarts = context.state, context.world, start.origin.restarts
         agreed(lambda: restore(found, state, world), world)
-        progress, epochs = state.progress, context.config.epochs
+        progress, epochs = found.progress, context.config.epochs
+        state.progress = progress  # without a best epoch whose weights are gone
         place = f"epoch {progress.epoch + 1}, step {progress.step + 1}"
         loggers.message(f"resuming from {found.path}: {place if progress.epoch < epochs else 'all epochs are trained'}")
         if world.is_main:
-            kept = keep_finished(context.folder, found.manifest, epochs)
+            kept = keep_finished(context.folder, found.epochs, progress.epoch, epochs)
             brought = bring_along(found.path, context.folder, progress.best_epoch)
             for line in filter(None, (kept, brought)):
                 loggers.message(line)

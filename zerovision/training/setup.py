@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -151,7 +149,7 @@ def _open_loggers(run: Run, setup: EngineSetup, ways: Sequence[Way]) -> Loggers:
         return Loggers([])
     facts = describe_run(run.world, run.precision, run.data, run.model.built)
     files = {name: content for way in ways for name, content in way.files(setup).items()}
-    first_step = run.plan.position(run.start.found.manifest.progress) if run.start.found else 0
+    first_step = run.plan.position(run.start.found.progress) if run.start.found else 0
     return open_loggers(run.config, run.folder, facts, files, first_step)
 
 
@@ -163,41 +161,6 @@ def _tuned(run: Run) -> RunModel:
         frozen = agreed(lambda: keep_frozen(*kept, is_main=run.world.is_main), run.world)
     freezer = BackboneFreezer(module, run.model.built.head_parameter_names)
     return dataclasses.replace(run.model, freezer=freezer, adapters=Adapters(module), frozen=frozen)
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """The properties of a run on which predictions of its memory use depend.
-
-    Attributes:
-        config: settings, with the resolved precision and number of image channels.
-        classes: number of classes.
-        image_size: size of the training images, in pixels.
-        ranks: number of ranks that share one training state: all ranks, or those of one independent group.
-        ranks_per_machine: number of these ranks on each machine.
-        has_gpus: whether the ranks use GPUs.
-    """
-
-    config: TrainConfig
-    classes: int
-    image_size: int | str
-    ranks: int
-    ranks_per_machine: int
-    has_gpus: bool
-
-
-def memory_facts(run: Run) -> RunFacts:
-    """Return the facts that determine the memory use of a rank."""
-    world, ranks = run.world, run.world.size // run.start.groups  # that share one training state
-    resolved: dict[str, Any] = {"precision": run.precision, "image_channels": run.data.preprocessing.channels}
-    return RunFacts(
-        config=dataclasses.replace(run.config, **resolved),
-        classes=len(run.data.class_names),
-        image_size=run.data.train.sizes[-1],
-        ranks=ranks,
-        ranks_per_machine=min(world.local_size, ranks),
-        has_gpus=world.device.type == "cuda",
-    )
 
 
 def prepare(config: TrainConfig, world: World, start: Start) -> Run:

@@ -15,7 +15,6 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import replacing
 from zerovision.training.base.plugins import IN_FILES, loaded, names_of
 from zerovision.training.base.run_folder import EVALUATION, WEIGHTS, RunFolder
-from zerovision.training.checkpoint.manifest import Manifest
 from zerovision.training.checkpoint.weights import read_metadata, save_weights, write_class_map
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
@@ -68,23 +67,23 @@ def write_best(
     return write
 
 
-def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | None:
+def keep_finished(folder: RunFolder, before: int, position: int, epochs: int) -> str | None:
     """Keep the finished weights when a run returns to an earlier epoch to train for more epochs; only on rank 0.
 
     Args:
         folder: the run's folder.
-        manifest: manifest of the checkpoint from which the run resumes.
+        before: the run's number of epochs up to now; 0 if it is not known.
+        position: the epoch to continue with, from 0.
         epochs: the run's new number of epochs.
 
     Returns:
         A line for the log; None if the number of epochs does not increase, if no weights are newer than the checkpoint,
             or if the weights have already been kept.
     """
-    before = manifest.config.get("epochs")
-    if type(before) is not int or before >= epochs:
+    if not 0 < before < epochs:
         return None
     epoch, kept = epoch_of(folder.weights), folder.path / f"model-{before}-epochs.safetensors"
-    if epoch is None or epoch <= manifest.progress.epoch or kept.exists():
+    if epoch is None or epoch <= position or kept.exists():
         return None
     try:
         os.link(folder.weights, kept)  # new weights are written to a different file, which then takes over the old name

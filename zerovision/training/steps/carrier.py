@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerovision.models.build import BuiltModel
 from zerovision.training.base.heartbeat import HeartbeatWriter
 from zerovision.training.base.points import Loggers
+from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.checkpoint.restore import FrozenWeights, TrainState
@@ -38,6 +39,29 @@ LATER: Any = None  # placeholder for a part that `setup.build` adds
 
 
 @dataclass(frozen=True)
+class Resumed(FoundCheckpoint):
+    """The checkpoint that a run resumes from, with the values that the run takes from its manifest.
+
+    Attributes:
+        progress: position and best epoch to continue with.
+        settings: configuration of the run that saved the checkpoint; only `batch_size` has been checked, if it is used.
+        identity: see `Manifest.identity`.
+        parameters: names of the parameters.
+        epochs: number of epochs of the run that saved the checkpoint; 0 if it is not known.
+        global_batch: number of images in a step.
+        preparation: values of `DataOptions` with which the run prepares images.
+    """
+
+    progress: Progress
+    settings: dict[str, Any]
+    identity: dict[str, Any]
+    parameters: Collection[str]
+    epochs: int
+    global_batch: int
+    preparation: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Start:
     """The circumstances in which this process starts or resumes a run.
 
@@ -57,7 +81,7 @@ class Start:
     heartbeat: HeartbeatWriter = field(default_factory=lambda: HeartbeatWriter(None, 0, 0.0))
     plan_memory: Callable[..., list[int]] | None = None
     stop: StopRequest = field(default_factory=StopRequest)
-    found: FoundCheckpoint | None = None
+    found: Resumed | None = None
     groups: int = 1
     notes: tuple[str, ...] = ()
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -148,6 +172,11 @@ class Run:
     def total_steps(self) -> int:
         """The number of optimizer steps of the whole run."""
         return self.config.epochs * self.plan.steps_per_epoch
+
+    @property
+    def ranks_per_state(self) -> int:
+        """The number of ranks that share one training state: all ranks, or those of one independent group."""
+        return self.world.size // self.start.groups
 
     def changed(self, **settings: Any) -> Run:
         """Return a copy of the run with changed settings."""
