@@ -22,9 +22,9 @@ from zerovision.delivery.predict import predict
 from zerovision.models import MODELS
 from zerovision.models.build import rebuild_model
 from zerovision.models.weights_metadata import Description
-from zerovision.planning.flags import read
 from zerovision.planning.plan_command import job_of
 from zerovision.planning.run_workload import workload_of
+from zerovision.planning.settings import PlanSettings
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
@@ -320,7 +320,7 @@ def test_the_planner_counts_them(tmp_path):
     images = [one.activations(4, "fp32", "cpu", False, True).saved for one in (three, nine)]
     assert images[1] - images[0] == 4 * 4 * 6 * 32 * 32
     data = save_arrays(tmp_path / "a.npz", 5)
-    job, _ = job_of(read(["--model-type", "basic_cnn", f"--data={data}", "--gpu", "a100-80gb"]))
+    job, _ = job_of(PlanSettings.read(["--model-type", "basic_cnn", f"--data={data}", "--gpu", "a100-80gb"]))
     assert job.workload.image_channels == 5
     assert job.workload.sizes.parameters == three.sizes.parameters + 2 * 32 * 9
-    assert job_of(read(["--model-type", "basic_cnn", "--gpu", "a100-80gb"]))[0].config.image_channels == 0
+    assert job_of(PlanSettings.read(["--model-type", "basic_cnn", "--gpu", "a100-80gb"]))[0].config.image_channels == 0

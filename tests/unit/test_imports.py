@@ -41,7 +41,7 @@ LIGHT = {
     "import zerovision.launch.launch, zerovision.launch.agent, zerovision.launch.slurm": "torch numpy timm",
     "import zerovision.models": "torch timm numpy",
     "import zerovision.training.config.command_line": "torch timm deepspeed",
-    "import zerovision.planning.flags": "torch timm",
+    "import zerovision.planning.settings": "torch timm",
     "import zerovision.training.data, zerovision.training.data.augmentations": "torch",
     "import zerovision.delivery.report.page, zerovision.delivery.trained_model": "torch",
     "runpy.run_path('scripts/export.py', run_name='__main__')": "torch onnx onnxruntime",

@@ -14,11 +14,11 @@ import torch
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.plan import resolve_strategy
-from zerovision.planning.flags import read
 from zerovision.planning.machines import CPU, GPUS, Machine, detect_machine, find_gpu
 from zerovision.planning.plan_command import command_of, describe_filling, job_of, plan
 from zerovision.planning.recommend import reason, recommend
 from zerovision.planning.search import PlannedJob, engines_of, evaluate, filling_batch, options, predicted_tensors
+from zerovision.planning.settings import PlanSettings
 from zerovision.training.base.control_groups import usable_memory
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
@@ -114,7 +114,7 @@ def test_the_picture_in_the_documentation_is_the_ladder():
 )
 def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
     words = f"--model-type basic_cnn --num-gpus 16 --gpu h100 --epochs 90 --json {more}"
-    assert plan(read(words.split())) == 0
+    assert plan(PlanSettings.read(words.split())) == 0
     given = taken_by_the_launcher(json.loads(capsys.readouterr().out)["recommended"]["command"])
     config = check_training(given.training)
     assert given.nodes * given.ranks_per_node == 16
@@ -149,7 +149,8 @@ def test_the_batch_that_fills_the_gpu():
 )
 def test_the_answer_is_written_as_people_do(words, capsys):
     """No power of ten; and the batch that fills the GPU is in it."""
-    assert plan(read(f"--model-type=basic_cnn --num-gpus=2 --image-size=32 --engine=torch {words}".split())) == 0
+    own = "--model-type=basic_cnn --num-gpus=2 --image-size=32 --engine=torch"
+    assert plan(PlanSettings.read(f"{own} {words}".split())) == 0
     text = capsys.readouterr().out
     assert not re.search(r"\de[+-]\d|inf|nan|\b0\.0\b", text)
     told = r"fills a GPU  --batch-size \d+ needs \S+ GB of 8 GB: .* images instead of 32; the learning rate"
@@ -159,7 +160,7 @@ def test_the_answer_is_written_as_people_do(words, capsys):
 @pytest.mark.parametrize(("model", "sees"), [("timm:test_vit", False), ("basic_cnn", True)])
 def test_batchnorm_is_named_where_there_is_one(model, sees):
     words = [f"--model-type={model}", "--gpu=8gb", "--image-size=224", "--engine=torch", "--batch-size=64"]
-    job, _ = job_of(read(words))
+    job, _ = job_of(PlanSettings.read(words))
     smaller = with_memory(job, evaluate(job, job.config).memory.peak - 1)
     why = reason(smaller, *recommend(smaller))
     assert "--batch-size=32" in why
@@ -169,7 +170,7 @@ def test_batchnorm_is_named_where_there_is_one(model, sees):
 def test_offload_says_what_it_takes_of_the_host():
     """Of each of two machines: what the four ranks on it offload."""
     words = ["--model-type=basic_cnn", "--gpu=80gb", "--num-gpus=8", "--gpus-per-node=4", "--image-size=64"]
-    job, _ = job_of(read([*words, "--strategy=fsdp_stage2", "--offload=optimizer"]))
+    job, _ = job_of(PlanSettings.read([*words, "--strategy=fsdp_stage2", "--offload=optimizer"]))
     chosen, rungs = recommend(job)
     assert (host := 4 * chosen.memory.offloaded) > 0
     assert f"and {format_bytes(host)} of each machine's own memory for offloaded state" in reason(job, chosen, rungs)
@@ -197,21 +198,21 @@ def test_gpu_is_for_auto_alone():
 def test_measure_times_real_steps_of_this_machine(monkeypatch, capsys):
     words = ["--model-type", "basic_cnn", "--image-size", "32", "--batch-size", "4", "--measure"]
     monkeypatch.setattr("zerovision.planning.plan_command.STEPS", 2)
-    assert plan(read([*words, "--json"])) == 0
+    assert plan(PlanSettings.read([*words, "--json"])) == 0
     step_s = json.loads(capsys.readouterr().out)["measured_step_s"]
     assert 0 < step_s < 60
-    assert plan(read(words)) == 0
+    assert plan(PlanSettings.read(words)) == 0
     told = r"\nmeasured     \S+ m?s per step of one process on this machine, \S+ images/s\n"
     assert re.search(told, capsys.readouterr().out)
     with pytest.raises(UserError, match="--measure trains on this machine: leave --gpu out"):
-        job_of(read([*words, "--gpu=h100"]))
+        job_of(PlanSettings.read([*words, "--gpu=h100"]))
 
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr("zerovision.planning.plan_command.build_network", fail)
     with pytest.raises(UserError, match=r"4 images in one process ran out .*2\.00 GiB\): use a smaller --batch-size"):
-        plan(read(words))
+        plan(PlanSettings.read(words))
 
 
 def test_a_model_that_looks_at_its_images_is_refused(monkeypatch):
@@ -234,7 +235,7 @@ RECOMPUTED = "--activation-checkpointing --model-type=timm:test_resnet"
 def test_a_run_predicts_what_the_planner_does(words, engine, has_gpus, monkeypatch):
     """Two machines of four ranks: shards and replicas, blocks, accumulation and checkpointing all count."""
     asked = f"--num-gpus=8 --gpus-per-node=4 {'--gpu=h100' * has_gpus} --precision=bf16 --image-size=64"
-    job, _ = job_of(read(f"{asked} --engine={engine} {words}".split()))
+    job, _ = job_of(PlanSettings.read(f"{asked} --engine={engine} {words}".split()))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     world = World(0, 0, 4, 8, torch.device("cuda" if has_gpus else "cpu"))
     train = SimpleNamespace(sizes=[32, 64])

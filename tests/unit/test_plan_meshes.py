@@ -11,11 +11,11 @@ from test_plan import taken_by_the_launcher, with_memory
 
 from zerovision.launch.arguments import check_training
 from zerovision.planning import run_workload
-from zerovision.planning.flags import read
 from zerovision.planning.machines import Machine, find_gpu
 from zerovision.planning.plan_command import command_of, plan
 from zerovision.planning.recommend import recommend
 from zerovision.planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
+from zerovision.planning.settings import PlanSettings
 from zerovision.planning.stages import stages_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
@@ -106,11 +106,11 @@ def test_giants_get_a_line_to_type(model, gpu, capsys):
     """Of a machine without GPUs, which they do not fit: the nearest one that they do, and that one's line."""
     words = [f"--model-type={model}", "--num-gpus=8"]
     try:
-        assert plan(read([*words, f"--gpu={gpu}"] if gpu else words)) == 0
+        assert plan(PlanSettings.read([*words, f"--gpu={gpu}"] if gpu else words)) == 0
     except UserError as error:
         assert not gpu
         nearest = re.search(r"The nearest settings that work: (--gpu \S+)\.$", str(error))
-        assert plan(read([*words, *nearest[1].split()])) == 0
+        assert plan(PlanSettings.read([*words, *nearest[1].split()])) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("type "))
     command = shlex.split(line)[1:]
     assert command[:2] == ["bash", "scripts/launch_distributed.sh"]

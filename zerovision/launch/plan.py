@@ -136,14 +136,14 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
         if given.gpu:
             raise UserError(f"--gpu is only for the strategy {AUTO}: leave it out.")
         return given
-    from zerovision.planning.flags import read
     from zerovision.planning.plan_command import job_of  # imports torch
     from zerovision.planning.recommend import reason, recommend
+    from zerovision.planning.settings import PlanSettings
 
     ranks = given.ranks_per_node
     words = [f"--num-gpus={nodes * ranks}", f"--gpus-per-node={ranks}", *([f"--gpu={given.gpu}"] if given.gpu else [])]
     training = [word for word in given.training if word != f"--strategy={AUTO}"]
-    job, _ = job_of(read(["--with-data", *words, *training]))
+    job, _ = job_of(PlanSettings.read(["--with-data", *words, *training]))
     option, rungs = recommend(job)
     best = option.config
     flags = changed_flags(best, job.config)

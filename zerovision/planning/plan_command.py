@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from zerovision.models.sides import ImageSize, sides
-from zerovision.planning.flags import GPUS_PER_NODE, PlanFlags
 from zerovision.planning.machines import Machine, detect_machine, find_gpu
 from zerovision.planning.recommend import MESH, reason, recommend
 from zerovision.planning.run_workload import build_network, optimizer_of
 from zerovision.planning.search import Option, PlannedJob, filling_batch, options, with_planned_batch
+from zerovision.planning.settings import GPUS_PER_NODE, PlanSettings
 from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.units import format_bytes, format_duration, plural
@@ -170,18 +170,16 @@ IMAGENET: dict[str, Any] = {
 STEPS, WARM_UP_STEPS = 20, 5  # timed steps, and steps before them
 
 
-def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
-    """Return the job that the flags describe, and the assumptions for missing values.
+def job_of(given: PlanSettings) -> tuple[PlannedJob, str]:
+    """Return the job that the settings describe, and the assumptions for missing values.
 
     Raises:
         UserError: for anything that cannot be planned.
     """
-    given, others, config = flags
-    if given.gpu_memory:
-        if given.gpu:
-            raise UserError("--gpu and --gpu-memory cannot be combined: leave one out.")
-        given.gpu = f"{given.gpu_memory:.3f}gb"
-    if given.measure and given.gpu:
+    if given.gpu_memory and given.gpu:
+        raise UserError("--gpu and --gpu-memory cannot be combined: leave one out.")
+    gpu = f"{given.gpu_memory:.3f}gb" if given.gpu_memory else given.gpu
+    if given.measure and gpu:
         raise UserError("--measure trains on this machine: leave --gpu out.")
     ranks = given.num_gpus
     per_node = given.gpus_per_node or min(ranks, GPUS_PER_NODE)
@@ -191,10 +189,11 @@ def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
             f"--num-gpus {ranks} is not a multiple of the {per_node} GPUs per machine: use {fewer} or {more}, or "
             "set --gpus-per-node."
         )
+    config = given.config()
     if config.global_batch and config.batch_size != "auto":
         config = dataclasses.replace(divide_given(config, data_ranks(ranks, config.mesh)), global_batch=0)
-    machine = Machine(find_gpu(given.gpu), per_node) if given.gpu else detect_machine(per_node)
-    has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
+    machine = Machine(find_gpu(gpu), per_node) if gpu else detect_machine(per_node)
+    has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in given.training_words)
     data, assumed = _data(config, has_data=has_data)
     if given.images:
         data["images"] = given.images
@@ -204,16 +203,16 @@ def job_of(flags: PlanFlags) -> tuple[PlannedJob, str]:
     return with_planned_batch(PlannedJob(config, machine, ranks, **data)), assumed
 
 
-def plan(flags: PlanFlags) -> int:
-    """Print the plan for a command line; return the exit code.
+def plan(given: PlanSettings) -> int:
+    """Print the plan; return the exit code.
 
     Raises:
         UserError: for anything that cannot be planned, and if the job does not fit anywhere.
     """
-    job, assumed = job_of(flags)
+    job, assumed = job_of(given)
     chosen, rungs = recommend(job)
     step_s = None
-    if flags.given.measure:
+    if given.measure:
         config: Any = {"batch_size": chosen.config.micro_batch, "precision": job.precision}
         try:
             step_s = measured_s(dataclasses.replace(job.config, **config), job.classes, job.image_size)
@@ -224,7 +223,7 @@ def plan(flags: PlanFlags) -> int:
                 f"--measure: a step of {plural(chosen.config.micro_batch, 'image')} in one process ran out of this "
                 f"machine's memory ({one_line(error, 160) or 'MemoryError'}): use a smaller --batch-size."
             ) from None
-    print_plan(job, chosen, rungs, assumed, step_s, as_json=flags.given.json)
+    print_plan(job, chosen, rungs, assumed, step_s, as_json=given.json)
     return 0
 
 

@@ -100,8 +100,6 @@ def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
     values = {name: getattr(mesh, name) for name in names}
     changes = {name: value for name, value in values.items() if value != getattr(config, name)}
     cost = ", ".join(way.division for flag, way in MESH.items() if flag in changes)
-    if waits := sum(way(mesh).waits() for way in MESH.values()):
-        cost += f", and waits {waits:.0%} of a step"
     seen = mesh.micro_batch
     return Rung(changes, cost, seen if seen != config.micro_batch else 0, config)
 

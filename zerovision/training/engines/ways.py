@@ -48,10 +48,6 @@ class Way(Mode):
     def check_machine(self, ranks: int) -> None:
         """Raise a UserError if this way cannot be used on machines with this many ranks."""
 
-    def waits(self) -> float:
-        """Return the share of a step that a rank spends waiting for other ranks."""
-        return 0.0
-
     def kept_values(self) -> int:
         """Return the number of additional values that this way keeps per trained weight."""
         return 0
