@@ -26,8 +26,8 @@ ROOMS = {  # limit and end
     "zerovision/training/tasks": (793, 400),
     "zerovision/training/observe": (1157, 1050),
     "zerovision/training": (2150, 1400),
-    "zerovision/launch": (2533, 1800),
-    "zerovision/planning": (1226, 1000),
+    "zerovision/launch": (2516, 1800),
+    "zerovision/planning": (1225, 1000),
     "zerovision/delivery": (3177, 2400),
     "zerovision/extras": (1479, 1300),
 }

@@ -162,6 +162,7 @@ def stub_repo(folder: Path) -> Path:
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     for folder_name in ("zerovision", "models", "deepspeed_configs"):
         shutil.copytree(REPO_ROOT / folder_name, root / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO_ROOT / "requirements.txt", root)
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
     with (root / "zerovision" / "training" / "config" / "command_line.py").open("a") as command_line:
         command_line.write(STUB_COMMAND_LINE)

@@ -220,6 +220,7 @@ def test_a_node_that_was_ended_is_not_the_cause() -> None:
 # two another torch is installed, once the file ODD_SINCE is there.
 FAKE_SSH = """#!/bin/bash
 host=${@: -2:1}
+echo "$host" >> "$STUB_FOLDER/reached"
 if [[ " ${FAKE_SSH_FAILS:-} " == *" $host "* && ! -e ${UP_SINCE:-} ]]; then
     echo "ssh: connect to host $host port 22: ${FAKE_SSH_REASON}" >&2
     exit 255
@@ -319,6 +320,18 @@ def test_ranks_of_two_nodes_finish(tmp_path: Path, remote_shell: str) -> None:
     assert launch.wait_for_rank(0)["port"] == launch.wait_for_rank(1)["port"]
     assert launch.record() == {"code": 0, "reason": "", "position": -1, "run_name": "run-7"}
     assert not list(launch.folder.glob(".*"))  # the mark that the others looked for is gone
+
+
+@pytest.mark.parametrize("fails", ["", "two"])
+def test_the_doctor_asks_the_agents_that_start_the_ranks(tmp_path: Path, fails: str) -> None:
+    """So each host is reached once."""
+    changes = {"FAKE_SSH_FAILS": fails, "FAKE_SSH_REASON": "Permission denied (publickey)."}
+    launch = StubLaunch(tmp_path, "--fault", "finish", own=("--preflight",), **changes)
+    rows, errors = launch.process.communicate(timeout=90)
+    assert launch.process.returncode == (1 if fails else 0), rows + errors
+    assert ("ssh wants a password" in rows) == bool(fails)
+    assert ("2 nodes x 1" in errors, launch.outcome.exists()) == (not fails, not fails)
+    assert sorted((launch.folder / "reached").read_text().split()) == ["one", "two"]
 
 
 def test_nodes_are_not_lost_while_nobody_reads_what_their_ranks_print(tmp_path: Path) -> None:

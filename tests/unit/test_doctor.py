@@ -16,6 +16,7 @@ from zerovision.launch.assess import Row
 from zerovision.launch.doctor import DoctorSettings, Request, data_fields, request_of
 from zerovision.launch.hosts import HERE
 from zerovision.launch.machine_facts import data_facts
+from zerovision.launch.nodes import Nodes
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import TYPED
 
@@ -109,9 +110,9 @@ def test_a_cure_names_the_command_as_it_is_typed(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = Row("JPEG", "warning", "files are decoded whole", "scripts/doctor.py --compile")
-    monkeypatch.setattr(doctor, "examine", lambda _request: [row])
+    monkeypatch.setattr(doctor, "examine", lambda *_: [row])
     monkeypatch.setenv(TYPED, "doctor")
-    assert doctor.print_examination(request("--here"), as_json=as_json) == 0
+    assert doctor.print_examination(request("--here"), Nodes("local"), as_json=as_json) == 0
     out = capsys.readouterr().out
     assert "zerovision doctor --compile" in out
     assert "scripts/" not in out

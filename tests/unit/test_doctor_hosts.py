@@ -186,7 +186,9 @@ def test_what_a_training_saves_is_counted_where_its_data_are() -> None:
 @pytest.mark.slow  # two agents and two ranks; of one machine: test_doctor.py
 @pytest.mark.skipif(not own_addresses(), reason="no network here")
 def test_agents_of_this_machine_are_examined_as_hosts(tmp_path: Path) -> None:
-    rows = examine(Request({"a": 1, "b": 1}, "local", TrainConfig(data="digits", log_dir=str(tmp_path)), has_data=True))
+    config = TrainConfig(data="digits", log_dir=str(tmp_path))
+    with closing(Nodes("local")) as nodes:
+        rows = examine(Request({"a": 1, "b": 1}, "local", config, has_data=True), nodes)
     assert [(row.check, row.host) for row in rows if row.verdict == "wrong"] == []
     found = {row.check: row.found for row in rows}
     expected = ["hosts", "versions", "same data", "shared logs", "GPUs", "log folder", "data", "all-reduce"]

@@ -184,7 +184,7 @@ def test_the_record_survives_and_a_broken_one_is_an_empty_one(tmp_path: Path) ->
 
 def test_an_exception_of_the_launch_is_a_failure_like_any_other(monkeypatch, capsys) -> None:
     monkeypatch.setattr(slurm, "train", mock.Mock(side_effect=ZeroDivisionError("a bug")))
-    record = slurm._train(mock.Mock(shell="srun"), [])
+    record = slurm._train(mock.Mock(), mock.Mock(), [])
     assert record == JobRecord(1, "the launch failed with ZeroDivisionError")
     assert "a bug" in capsys.readouterr().err
     assert what_follows(record, JobRecord(), JobState.RUNNING)[1]

@@ -9,7 +9,8 @@ these kinds:
     prepare   kill leftover processes of earlier starts; answer "ready" with either facts about this machine or an error
     mark      write a file into the log folder, to be removed before the ranks start; answer "mark"
     see       check whether a file that another node has written into the log folder is visible here; answer "see"
-    facts, listen, reach, all-reduce   answer the doctor's question in a message of the same kind (machine_facts.py)
+    facts, listen, reach, all-reduce   answer the doctor's question in a message of the same kind, with the result of
+              machine_facts.py
     start     start the ranks; answer "ended" when all their processes have ended
     signal    forward a signal to the ranks
     end       kill the ranks immediately
@@ -23,10 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -50,6 +53,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import leave_mark, sees_mark
 from zerovision.training.base.heartbeat import RESTARTS_VARIABLE
 from zerovision.training.base.lasting_output import outlast_readers
+from zerovision.training.base.run_folder import LAUNCH
 from zerovision.training.observe.environment import software
 from zerovision.training.world.gpus import usable_gpus
 from zerovision.training.world.network_interfaces import (
@@ -103,6 +107,7 @@ class Agent:
         self._folder: HeartbeatFolder | None = None
         self._gpus = 0  # number of GPUs that ranks may use here
         self._node_run: NodeRun | None = None
+        self._examiner: subprocess.Popen | None = None  # answers the doctor's questions
         self._mark: Path | None = None  # the file that this agent has left in the log folder
         self._answers: dict[str, tuple[str, Callable[[Message], Message]]] = {
             "prepare": ("ready", self._prepare),
@@ -166,6 +171,9 @@ class Agent:
         """Kill processes left over from an earlier start; return facts about this machine, or an error."""
         self._launch.mark = f"{order['mark']}-{self._node}"  # two node names may refer to the same machine
         self._launch.kill(spared_pid=self._launcher.pid)
+        if self._examiner:
+            self._examiner.communicate()
+            self._examiner = None
         self._gpus = len(usable_gpus())
         remove_stale_build_locks(Path(order["environment"]["TORCH_EXTENSIONS_DIR"]))
         try:
@@ -189,18 +197,15 @@ class Agent:
         }
 
     def _find_out(self, order: Message) -> Message:
-        """Answer a question from the doctor, discarding the output of libraries."""
-        from zerovision.launch.machine_facts import ANSWERS  # slow: takes as long as all imports for a start
-
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        try:
-            return {"address": self._address, **ANSWERS[order["kind"]](self._node, order)}
-        except UserError as error:
-            return {"problem": str(error)}
-        except Exception as error:
-            return {"problem": f"{type(error).__name__}: {error}"}
+        """Have a separate process answer the doctor, because its imports take memory that the ranks need."""
+        if self._examiner is None:
+            command = [sys.executable, "-u", str(LAUNCH / "machine_facts.py"), self._node]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self._examiner = subprocess.Popen(command, **pipes, text=True)  # type: ignore[call-overload]
+        assert self._examiner.stdout
+        print(json.dumps(order), file=self._examiner.stdin, flush=True)
+        answer = self._examiner.stdout.readline() or '{"problem": "its process was killed"}'
+        return {"address": self._address, **json.loads(answer)}
 
     def _leave_mark(self, order: Message) -> Message:
         self._remove_mark()

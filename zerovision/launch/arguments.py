@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from zerovision.training.base.errors import (
@@ -33,7 +32,7 @@ from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MO
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import check_launched_strategy
 from zerovision.training.config.command_line import OneLineParser, parse_args
-from zerovision.training.config.command_settings import flag_of
+from zerovision.training.config.command_settings import declared, flag_of, number, switch
 from zerovision.training.engines.settings import check_files
 
 ENTRY = str(ENTRIES / "train_distributed.py")
@@ -42,10 +41,19 @@ WORD_OF = {"--model-type": "model", "--strategy": "strategy", "--batch-size": "b
 DAY_SECONDS = 86400
 
 
-def _setting(default: Any, kind: str = "", *, low: int = 1, high: int = 0, has_variable: bool = False) -> Any:
-    """Declare a launcher's flag: a number from `low` to `high`, or text that `kind` describes."""
-    metadata = {"kind": kind, "low": low, "high": high, "has_variable": has_variable}
-    return dataclasses.field(default=default, metadata=metadata)
+# Settings that are also read from environment variables.
+VARIABLES = ("master_port", "max_restarts", "stop_timeout", "start_timeout", "hostfile", "forward_env")
+
+
+def _not_empty(word: str) -> str:
+    if word:
+        return word
+    raise ValueError
+
+
+def _words(expected: str) -> Any:
+    """Declare a flag that takes any text except ''; `expected` describes the text in messages."""
+    return declared("add_value", _not_empty, expected, default="")
 
 
 @dataclass(frozen=True)
@@ -53,24 +61,24 @@ class LaunchArguments:
     """The arguments of a launcher.
 
     Fields with a default are settings. For example, `max_restarts` is set by the flag --max-restarts (or
-    --max_restarts) or, because it is declared with `has_variable`, by the environment variable MAX_RESTARTS.
+    --max_restarts) or, because it is in `VARIABLES`, by the environment variable MAX_RESTARTS.
     """
 
     script: str  # a key of `LAUNCHERS`
     positional: dict[str, str]  # as typed: model, strategy, num_gpus, ...
     flags: list[str]  # flags of the training entry point
     dry_run: bool
-    master_port: int = _setting(0, high=65535, has_variable=True)  # 0: any free port
-    max_restarts: int = _setting(3, low=0, high=1000, has_variable=True)
-    stop_timeout: int = _setting(300, high=DAY_SECONDS, has_variable=True)  # seconds
-    start_timeout: int = _setting(300, high=DAY_SECONDS, has_variable=True)  # seconds
-    min_nodes: int = _setting(0, high=MOST_NODES)  # 0: all
-    hostfile: str = _setting("", "a file with lines 'name slots=N'", has_variable=True)
-    hosts: str = _setting("", "names separated by commas")
-    forward_env: str = _setting("", "names of variables, separated by commas", has_variable=True)
-    gpu: str = _setting("", "a GPU's name, such as h100-80gb")
-    allow_differences: bool = False
-    preflight: bool = False
+    master_port: int = number(0, 1, 65535, "Port at which the ranks meet; 0: any free port.")
+    max_restarts: int = number(3, 0, 1000, "Restarts in a row without a newer checkpoint in between.")
+    stop_timeout: int = number(300, 1, DAY_SECONDS, "Seconds that the ranks have to save and stop after a signal.")
+    start_timeout: int = number(300, 1, DAY_SECONDS, "Seconds to wait for the machines.")
+    min_nodes: int = number(0, 1, MOST_NODES, "Machines that suffice; 0: all.")
+    hostfile: str = _words("a file with lines 'name slots=N'")
+    hosts: str = _words("names separated by commas")
+    forward_env: str = _words("names of variables, separated by commas")
+    gpu: str = _words("a GPU's name, such as h100-80gb")
+    allow_differences: bool = switch("Start although the machines' versions or code differ.")
+    preflight: bool = switch("Run the doctor first, and stop if it finds a problem.")
 
     @property
     def nodes(self) -> int:
@@ -100,11 +108,7 @@ class LaunchArguments:
         return [*command, *self.flags]
 
 
-SETTINGS = {
-    flag_of(field.name): field
-    for field in dataclasses.fields(LaunchArguments)
-    if field.default is not dataclasses.MISSING
-}
+SETTINGS = {flag_of(field.name): field for field in dataclasses.fields(LaunchArguments) if field.metadata}
 
 
 class Launcher(NamedTuple):
@@ -185,7 +189,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     of_variables = [
         f"{flag_of(field.name)}={value}"
         for field in launcher.fields
-        if field.metadata.get("has_variable") and (value := environment.get(field.name.upper()))
+        if field.name in VARIABLES and (value := environment.get(field.name.upper()))
     ]
     given, flags = setting_parser(launcher).parse_known([*of_variables, *map(_with_dashes, arguments[len(names) :])])
     _check_words(positional, flags)
@@ -218,28 +222,11 @@ def setting_parser(launcher: Launcher) -> OneLineParser:
     """Return the parser of a launcher's flags."""
     parser = OneLineParser("launch", None)
     for field in launcher.fields:
-        flag, kind = flag_of(field.name), dict(field.metadata)
-        also = f" (also read from {field.name.upper()})" if kind.get("has_variable") else ""
-        if field.default is False:
-            parser.add_argument(flag, action="store_true")
-        elif kind["high"]:
-            expected = f"a whole number from {kind['low']} to {kind['high']}{also}"
-            parser.add_value(flag, partial(_number, kind["low"], kind["high"]), expected, default=argparse.SUPPRESS)
-        else:
-            parser.add_value(flag, _text, f"{kind['kind']}{also}", default=argparse.SUPPRESS)
+        flag, (method, values, options) = flag_of(field.name), field.metadata.values()
+        getattr(parser, method)(flag, *values, **options | {"default": argparse.SUPPRESS})
+        if field.name in VARIABLES:
+            parser.expected[flag] += f" (also read from {field.name.upper()})"
     return parser
-
-
-def _number(low: int, high: int, word: str) -> int:
-    if low <= int(word) <= high:
-        return int(word)
-    raise ValueError
-
-
-def _text(word: str) -> str:
-    if word:
-        return word
-    raise ValueError
 
 
 def _with_dashes(word: str) -> str:

@@ -181,48 +181,25 @@ def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) ->
 
     Ranks, NCCL and loader workers exchange data through /dev/shm. If it is full, a process dies with a bus error.
     """
-    free, total, shm_free, shm_total = (
-        format_bytes(facts[f"{name}_bytes"]) for name in ("memory_free", "memory", "shm_free", "shm")
-    )
+    names = ("memory_free", "memory", "shm_free", "shm")
+    free, total, shm_free, shm_total = (format_bytes(facts[f"{name}_bytes"]) for name in names)
     path, log_free, problem = (facts["log_folder"][name] for name in ("path", "free_bytes", "problem"))
+    shm_cure = "mount -o remount,size=8g /dev/shm (in a container: --shm-size=8g), or remove what was left there"
+    files_cure = "ulimit -n 65536, or nofile in /etc/security/limits.conf"
     log_cure = "free space there, name another --log-dir, or keep fewer checkpoints (--keep-last)"
-    if problem:
-        log_cure = "make the folder writable for this user, free space there, or use another --log-dir"
+    memory = Row("memory", "warning", f"{free} of {total} free", "stop other programs there, or use fewer ranks")
+    shared = Row("/dev/shm", "wrong", f"{shm_free} of {shm_total} free", shm_cure)
+    files = Row("open files", "warning", f"limit {facts['open_files']}", files_cure)
+    logs = Row("log folder", "wrong", f"{path}: {format_bytes(log_free)} free", log_cure)
     rows = [
-        _limit(
-            Row("memory", "warning", f"{free} of {total} free", "stop other programs there, or use fewer ranks"),
-            facts["memory_free_bytes"],
-            ranks * MEMORY_BYTES_PER_RANK,
-        ),
-        _limit(
-            Row(
-                "/dev/shm",
-                "wrong",
-                f"{shm_free} of {shm_total} free",
-                "mount -o remount,size=8g /dev/shm (in a container: --shm-size=8g), or remove what was left there",
-            ),
-            facts["shm_free_bytes"],
-            ranks * SHARED_BYTES_PER_RANK,
-        ),
-        _limit(
-            Row(
-                "open files",
-                "warning",
-                f"limit {facts['open_files']}",
-                "ulimit -n 65536, or nofile in /etc/security/limits.conf",
-            ),
-            facts["open_files"],
-            OPEN_FILES_OF_A_RANK + 4 * all_ranks,
-            str,
-        ),
-        Row("log folder", "wrong", f"{path} cannot be written to: {problem}", log_cure)
-        if problem
-        else _limit(
-            Row("log folder", "wrong", f"{path}: {format_bytes(log_free)} free", log_cure),
-            log_free,
-            LOG_BYTES + saved_bytes,
-        ),
+        _limit(memory, facts["memory_free_bytes"], ranks * MEMORY_BYTES_PER_RANK),
+        _limit(shared, facts["shm_free_bytes"], ranks * SHARED_BYTES_PER_RANK),
+        _limit(files, facts["open_files"], OPEN_FILES_OF_A_RANK + 4 * all_ranks, str),
+        _limit(logs, log_free, LOG_BYTES + saved_bytes),
     ]
+    if problem:
+        cure = "make the folder writable for this user, free space there, or use another --log-dir"
+        rows[-1] = Row("log folder", "wrong", f"{path} cannot be written to: {problem}", cure)
     if facts["cpu_quota"]:
         cure = "raise the CPU limit: docker run --cpus, Kubernetes resources.limits.cpu"
         cores = Row("cores", "warning", f"{facts['cpu_quota']}: {facts['cores']} usable", cure)

@@ -139,7 +139,9 @@ def run(given: DoctorSettings) -> int:
         print(f"compiled: {compile_library()}")
         return 0
     if given.check_data is None:
-        return print_examination(request_of(given), as_json=given.json)
+        request = request_of(given)
+        with closing(Nodes(request.shell)) as nodes:
+            return print_examination(request, nodes, as_json=given.json)
     from zerovision.planning.data_check import check_data, print_report  # imports torch
 
     report = check_data(data_options(given.config()))
@@ -147,10 +149,10 @@ def run(given: DoctorSettings) -> int:
     return SOMETHING_WRONG_EXIT_CODE if report.unreadable else 0
 
 
-def print_examination(request: Request, *, as_json: bool = False) -> int:
-    """Examine the machines and print the rows; return the exit code."""
+def print_examination(request: Request, nodes: Nodes, *, as_json: bool = False) -> int:
+    """Examine the machines through their agents and print the rows; return the exit code."""
     start = time.monotonic()
-    rows = [replace(row, cure=as_typed(row.cure)) for row in examine(request)]
+    rows = [replace(row, cure=as_typed(row.cure)) for row in examine(request, nodes)]
     seconds = time.monotonic() - start
     if as_json:
         content = {"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}
@@ -193,22 +195,20 @@ def data_fields(config: TrainConfig) -> dict[str, Any]:
     return options | {"data": str(folder.absolute()), "data_root": root}
 
 
-def examine(request: Request) -> list[Row]:
-    """Return all rows, merging equal rows of several hosts."""
-    with closing(Nodes(request.shell)) as nodes:
-        hosts, rows = _facts(nodes, request)
-        if hosts and not request.is_alone:
-            rows = rows or [Row("hosts", "ok", f"{some_of(list(hosts))} answer")]
-            rows += assess_versions(hosts, software()) + assess_copies(hosts)
-            rows += _examine_shared_logs(nodes, request.log_dir, hosts)
-        has_gpus, all_ranks = any(facts["gpus"] for facts in hosts.values()), sum(request.slots.values())
-        saved_bytes = max((facts["data"].get("saved_bytes", 0) for facts in hosts.values()), default=0)
-        for host, facts in hosts.items():
-            found = assess_machine(
-                facts, request.slots[host], all_ranks, cluster_has_gpus=has_gpus, saved_bytes=saved_bytes
-            )
-            rows += [replace(row, host=host) for row in found]
-        rows += _examine_network(nodes, request, hosts)
+def examine(request: Request, nodes: Nodes) -> list[Row]:
+    """Return all rows, merging equal rows of several hosts; an agent is started on each host that has none."""
+    hosts, rows = _facts(nodes, request)
+    if hosts and not request.is_alone:
+        rows = rows or [Row("hosts", "ok", f"{some_of(list(hosts))} answer")]
+        rows += assess_versions(hosts, software()) + assess_copies(hosts)
+        rows += _examine_shared_logs(nodes, request.log_dir, hosts)
+    has_gpus, all_ranks = any(facts["gpus"] for facts in hosts.values()), sum(request.slots.values())
+    saved_bytes = max((facts["data"].get("saved_bytes", 0) for facts in hosts.values()), default=0)
+    for host, facts in hosts.items():
+        slots = request.slots[host]
+        found = assess_machine(facts, slots, all_ranks, cluster_has_gpus=has_gpus, saved_bytes=saved_bytes)
+        rows += [replace(row, host=host) for row in found]
+    rows += _examine_network(nodes, request, hosts)
     if request.is_alone:
         rows = [replace(row, host="") for row in rows]
     return join_hosts(rows)
@@ -216,11 +216,12 @@ def examine(request: Request) -> list[Row]:
 
 def _facts(nodes: Nodes, request: Request) -> tuple[dict[str, Facts], list[Row]]:
     """Return facts about the hosts that answer, and rows for the other hosts."""
-    nodes.connect(list(request.slots))
+    nodes.connect([host for host in request.slots if host not in nodes.shell_of])
     deadline = time.monotonic() + REACH_SECONDS
     while time.monotonic() < deadline and any(
         host not in nodes.found and not nodes.shell_of[host].failure() for host in request.slots
     ):
+        nodes.beat()
         time.sleep(POLL_SECONDS)
     config = request.config
     flags = [f"--model-type={config.model_type}", *changed_flags(config, TrainConfig())]

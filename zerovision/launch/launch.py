@@ -55,7 +55,7 @@ def main(words: list[str]) -> int:
     if not is_local and not shutil.which("ssh"):
         raise UserError("ssh is not installed here: install OpenSSH's client.")
     plan = Plan(given, given.training, config, hosts, "local" if is_local else "ssh", given.master_port)
-    if code := preflight(plan):
+    if code := preflight(plan, nodes):
         return code
     remember_line(["bash"], script, arguments)
     return train(plan, nodes, receive_signals()).ending.code
@@ -70,14 +70,17 @@ def _hosts(given: LaunchArguments) -> list[str]:
     return list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
 
 
-def preflight(plan: Plan) -> int:
-    """Run the doctor on the machines if --preflight was given; return its exit code."""
+def preflight(plan: Plan, nodes: Nodes) -> int:
+    """Have the doctor examine the machines if --preflight was given; return its exit code, closing `nodes` after 1."""
     if not plan.given.preflight:
         return 0
     from zerovision.launch.doctor import Request, print_examination
 
     slots = dict.fromkeys(plan.hosts, plan.given.ranks_per_node)
-    return print_examination(Request(slots, plan.shell, plan.config, has_data=True, has_training=True))
+    request = Request(slots, plan.shell, plan.config, has_data=True, has_training=True)
+    if code := print_examination(request, nodes):
+        nodes.close()
+    return code
 
 
 def train(plan: Plan, nodes: Nodes, received: list[int]) -> Started:

@@ -1,21 +1,29 @@
-"""Collects facts about a machine for the doctor: software, limits, GPUs, disks, data, and the network."""
+"""Collects facts about a machine for the doctor: software, limits, GPUs, disks, data, and the network.
+
+    python zerovision/launch/machine_facts.py node01
+
+An agent runs this program and asks it the doctor's questions: one line of JSON each on standard input and output.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import multiprocessing
 import os
 import resource
 import shutil
-import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zerovision.training.base.control_groups import free_memory, quota_note, usable_cores, usable_memory
 from zerovision.training.base.errors import FileServerError, UserError
@@ -182,10 +190,7 @@ def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
     counts = [count for _, count in order["ranks"]]
     first, count = sum(counts[: names.index(node)]), counts[names.index(node)]
     ranks = [(order, order["interfaces"][node], first + local_rank, local_rank) for local_rank in range(count)]
-    # Fork, because torch is already imported. The pool ends its processes with SIGTERM, which an agent's handler would
-    # only record.
-    default = (signal.SIGTERM, signal.SIG_DFL)
-    with multiprocessing.get_context("fork").Pool(count, signal.signal, default) as pool:
+    with multiprocessing.get_context("fork").Pool(count) as pool:  # torch is already imported
         try:
             answers = pool.starmap_async(_run_rank, ranks, chunksize=1).get(order["seconds"])
         except multiprocessing.TimeoutError:
@@ -256,3 +261,19 @@ ANSWERS: dict[str, Callable[[str, Mapping[str, Any]], Facts]] = {
     "reach": try_paths,
     "all-reduce": measure_network,
 }
+
+
+def main(node: str) -> None:
+    """Answer questions until standard input is closed, discarding the output of libraries."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for order in map(json.loads, sys.stdin):
+        try:
+            found = ANSWERS[order["kind"]](node, order)
+        except Exception as error:
+            found = {"problem": str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"}
+        print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

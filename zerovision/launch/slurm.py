@@ -233,11 +233,11 @@ def main(words: list[str]) -> int:
     job = Job.of(os.environ)
     if job is None and not given.dry_run:
         raise UserError("not in a Slurm job: submit it with sbatch, or set DRY_RUN=1.")
-    nodes = job.nodes if job else 1
-    given = resolve_strategy(given, nodes)
+    count = job.nodes if job else 1
+    given = resolve_strategy(given, count)
     training, config = training_arguments(given.training, job)
     if job or config.gradient_accumulation_steps == 1:  # outside a job, the user may later give sbatch more nodes
-        check_new_run(config, [nodes * given.ranks_per_node])
+        check_new_run(config, [count * given.ranks_per_node])
     if job is None or given.dry_run:
         print_command(given.command(__file__))
         return 0
@@ -245,9 +245,10 @@ def main(words: list[str]) -> int:
     hosts = host_names(job.node_list)
     port = given.master_port or port_if_free(job_port(int(job.slurm_id)))
     plan = Plan(given, training, config, hosts, "srun", port)
-    if not job.restarts and (code := preflight(plan)):
+    nodes = Nodes(plan.shell)
+    if not job.restarts and (code := preflight(plan, nodes)):
         return code
-    remember_line(["sbatch", f"--nodes={nodes}"], given.script, words[1:])
+    remember_line(["sbatch", f"--nodes={count}"], given.script, words[1:])
     heard: set[int] = set()
 
     def note(number: int) -> None:
@@ -257,14 +258,14 @@ def main(words: list[str]) -> int:
 
     received = receive_signals(note)
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
-    record = _train(plan, received)
+    record = _train(plan, nodes, received)
     return _finish(job, config, record, received, was_terminated=signal.SIGTERM in heard)
 
 
-def _train(plan: Plan, received: list[int]) -> JobRecord:
+def _train(plan: Plan, nodes: Nodes, received: list[int]) -> JobRecord:
     """Train, and return the record of this start. After an exception in the launch, the job may be requeued."""
     try:
-        outcome = train(plan, Nodes(plan.shell), received)
+        outcome = train(plan, nodes, received)
     except Exception as error:
         traceback.print_exc()
         return JobRecord(1, f"the launch failed with {type(error).__name__}")

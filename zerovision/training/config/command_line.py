@@ -108,7 +108,7 @@ class OneLineParser(argparse.ArgumentParser):
             try:
                 return read(word)
             except ValueError:
-                raise wrong_value(flag, word, expected, names) from None
+                raise wrong_value(flag, word, self.expected[flag], names) from None
 
         self.expected[flag], self.convert[flag] = expected, convert
         self.add_argument(flag, type=convert, **options)

@@ -19,27 +19,27 @@ END_OF_FLAGS = "--"  # the words after it belong to a different command
 
 def word(metavar: str, help: str, **options: Any) -> Any:
     """Declare a positional argument."""
-    return _declared("add_argument", metavar=metavar, help=help, **options)
+    return declared("add_argument", metavar=metavar, help=help, **options)
 
 
 def text(help: str, default: Any = "", **options: Any) -> Any:
     """Declare a flag that takes any text; the options are those of `add_argument`."""
-    return _declared("add_argument", default=default, help=help, **options)
+    return declared("add_argument", default=default, help=help, **options)
 
 
 def number(default: float | None, low: float, high: float, help: str, kind: str = "") -> Any:
     """Declare a flag that takes a number (`kind` in messages) from `low` to `high`; required if `default` is None."""
-    return _declared("add_number", low, high, kind=kind, help=help, **_given(default))
+    return declared("add_number", low, high, kind=kind, help=help, **_given(default))
 
 
 def choice(default: str | None, names: Iterable[str], help: str) -> Any:
     """Declare a flag that takes one of `names`, read when the flag is checked; required if `default` is None."""
-    return _declared("add_choice", names, help=help, **_given(default))
+    return declared("add_choice", names, help=help, **_given(default))
 
 
 def switch(help: str) -> Any:
     """Declare a flag without a value."""
-    return _declared("add_argument", action="store_true", default=False, help=help)
+    return declared("add_argument", action="store_true", default=False, help=help)
 
 
 def words_behind(*, takes_trainers: bool = False) -> Any:
@@ -51,7 +51,8 @@ def _given(default: Any) -> dict[str, Any]:
     return {"required": True} if default is None else {"default": default}
 
 
-def _declared(method: str, *values: Any, **options: Any) -> Any:
+def declared(method: str, *values: Any, **options: Any) -> Any:
+    """Declare a flag with this method of `OneLineParser`, called with these values and options."""
     metadata = {"method": method, "values": values, "options": options}
     return dataclasses.field(default=options.get("default", dataclasses.MISSING), metadata=metadata)
 
