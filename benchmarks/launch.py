@@ -28,9 +28,8 @@ def run(words: Sequence[str], ranks: int = 0, timeout_s: float | None = None) ->
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
         words = [*torchrun, "-m", *words]
         environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        words, check=False, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    result = subprocess.run(words, check=False, text=True, cwd=ROOT, env=environment, timeout=timeout_s, **pipes)
     if result.returncode:
-        raise RuntimeError(f"{shlex.join(words)} ended with {result.returncode}: {result.stderr[-2000:]}")
+        raise RuntimeError(f"{shlex.join(words)} ended with {result.returncode}: {result.stdout[-2000:]}")
     return result.stdout

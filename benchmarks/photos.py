@@ -23,7 +23,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,10 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.launch import run
+
 OF_CIFAR = {"cifar": {"train": 200, "test": 100}, "teacher": {"train": 1000, "test": 100}}  # images of each class
 TEACHER = ("--model-type=timm:resnet18", "--image-size=64", "--epochs=200")
 FINE_TUNED = ("clothing", "groceries")
@@ -67,21 +69,22 @@ def hash_of(name: str) -> int:
 
 def ours(data: Path, logs: Path, name: str, *flags: str) -> tuple[float, float, Path]:
     """Train with the one word; return the seconds, top-1 of the test part in percent, and the weights."""
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), str(data), f"--log-dir={logs}", *flags]
+    command = [sys.executable, "scripts/train.py", str(data), f"--log-dir={logs}", *flags]
     command += [f"--run-name={name}", f"--data-root={logs / name}-cache"]  # each decodes its images itself
     start = time.monotonic()
-    subprocess.run(command, check=True, stdout=(logs / f"{name}.log").open("w"))
-    seconds, run = time.monotonic() - start, logs / "runs" / name
+    said = run(command)
+    seconds, of_run = time.monotonic() - start, logs / "runs" / name
+    (logs / f"{name}.log").write_text(said)
     shutil.rmtree(logs / f"{name}-cache", ignore_errors=True)
-    scores = run / "evaluation-test" / "scores.json"
+    scores = of_run / "evaluation-test" / "scores.json"
     top1 = 100 * json.loads(scores.read_text())["top1"] if scores.exists() else math.nan
-    return seconds, top1, run / "model.safetensors"
+    return seconds, top1, of_run / "model.safetensors"
 
 
 def plain(data: Path, seconds: float, seed: int, weights: Path | None) -> float:
     """Train with the loop, in a process of its own; return top-1 in percent."""
     command = [sys.executable, __file__, "--loop", str(data), str(seconds), str(seed), str(weights or "")]
-    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
+    return float(run(command).split()[-1])
 
 
 def loop(started: float, data: Path, seconds: float, seed: int, weights: str) -> None:
@@ -105,7 +108,6 @@ def loop(started: float, data: Path, seconds: float, seed: int, weights: str) ->
     test = ImageFolder(str(data / "test"), transforms.Compose([whole, transforms.CenterCrop(size), *last]))
     test.samples = [(path, train.class_to_idx[test.classes[label]]) for path, label in test.samples]
     if weights:
-        sys.path.insert(0, str(ROOT))
         from zerovision.training.checkpoint.weights import load_model
 
         model, _ = load_model(Path(weights))

@@ -34,6 +34,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import launch
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import write_table
 from benchmarks.report import machine_name, today, versions
@@ -103,16 +104,16 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
     commit = _commit()
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--seed", str(seed), "--log-dir", folder, "--run-name", "record", "--progress", "lines"]
-        printed = _run([*command, *flags, "--report", "false", "--tensorboard", "false"])
+        printed = launch.run([*command, *flags, "--report", "false", "--tensorboard", "false"])
         run = Path(folder) / "runs" / "record"
         lines = (run / "metrics.jsonl").read_text().splitlines()
         kept = [line for line in lines if json.loads(line)["kind"] in KEPT_EVENTS]
         kept.insert(0, json.dumps({"kind": "code", "commit": commit}))
         if views:
-            printed += _run([sys.executable, "scripts/evaluate.py", str(run), *views.split()])
+            printed += launch.run([sys.executable, "scripts/evaluate.py", str(run), *views.split()])
             scores = json.loads((run / "evaluation" / "scores.json").read_text())
             kept.append(json.dumps({"kind": "views", "epoch": scores["epoch"], **scores["views"]}))
-    log.write_text("".join(f"{line}\n" for line in [*(line for _, line in printed), *kept]))
+    log.write_text(_without_paths(printed) + "".join(f"{line}\n" for line in kept))
     return read_our_log(log.read_text())
 
 
@@ -149,9 +150,14 @@ def read_our_log(text: str) -> dict[str, Any]:
 
 def train_timm(command: Sequence[str], seed: int, log: Path) -> dict[str, float]:
     """Train once; keep what was printed, each line after the second in which it came."""
+    start, pipes = time.monotonic(), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with tempfile.TemporaryDirectory() as folder:
-        printed = _run([*command, "--seed", str(seed), "--output", folder])
-    log.write_text("".join(f"{second:.2f} {line}\n" for second, line in printed))
+        words = [*command, "--seed", str(seed), "--output", folder]
+        with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, text=True, **pipes) as process:
+            lines = [f"{time.monotonic() - start:.2f} {_without_paths(line)}" for line in process.stdout]
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(words)} ended with {process.returncode}:\n{''.join(lines[-20:])}")
+    log.write_text("".join(lines))
     return read_timm_log(log.read_text())
 
 
@@ -163,21 +169,9 @@ def read_timm_log(text: str) -> dict[str, float]:
     return {"top1": float(TOP1.findall(text)[-1]) / 100, "seconds": round(last - start, 2)}
 
 
-def _run(command: Sequence[str]) -> list[tuple[float, str]]:
-    """Return the lines that a command printed, with the second of each since its start; no paths of this machine."""
-    start, lines = time.monotonic(), []
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            shown = line.rstrip("\n").replace(f"{ROOT}/", "").replace(tempfile.gettempdir(), "TMP")
-            lines.append((time.monotonic() - start, shown))
-    if process.returncode:
-        raise SystemExit(
-            f"{shlex.join(command)} ended with {process.returncode}:\n" + "\n".join(t for _, t in lines[-20:])
-        )
-    return lines
+def _without_paths(text: str) -> str:
+    """Return what was printed without the paths of this machine."""
+    return text.replace(f"{ROOT}/", "").replace(tempfile.gettempdir(), "TMP")
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, float]:

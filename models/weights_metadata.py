@@ -23,7 +23,7 @@ from zerovision.training.base.units import plural
 # must write equal files.
 METADATA_KEY = "zerovision"
 METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
-LEFT_OUT = ("image_channels", "embedding", "fit", "values", "decode")  # files of early versions lack these
+LEFT_OUT = ("image_channels", "embedding", "fit", "values", "decode")  # at their defaults
 
 LARGEST_HEADER = 16 * 2**20  # bytes; the names of the 21,841 classes of the full ImageNet take half a million
 LONGEST_NAME = 1000  # characters

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from torch import nn
 from benchmarks.gpu.lines import attempt, emit
 from benchmarks.gpu.options import ROOT, Options, part_options
 from benchmarks.gpu.steps import compiled_models
+from benchmarks.launch import run
 from benchmarks.peers.job import mean_cross_entropy
 from benchmarks.report import hardware, results_folder, today, versions
 from zerovision.models.build import build_model
@@ -132,8 +132,8 @@ def run_tests(deadline: float) -> None:
 def compile_ahead(model: str, options: Options) -> None:
     """Let PyTorch's compiler keep what the next part needs; what it chose on a busy GPU is chosen again there."""
     command = [sys.executable, "-m", "benchmarks.gpu.steps", "--only-compile", "--models", model]
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": CPUS_PER_COMPILER}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=options.deadline - time.monotonic())
+    threads = f"TORCHINDUCTOR_COMPILE_THREADS={CPUS_PER_COMPILER}"
+    run(["env", threads, *command], timeout_s=options.deadline - time.monotonic())
 
 
 def main() -> None:

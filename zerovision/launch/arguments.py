@@ -33,11 +33,12 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import check_launched_strategy
 from zerovision.training.config.command_line import OneLineParser, parse_args
 from zerovision.training.config.command_settings import declared, flag_of, number, switch
+from zerovision.training.config.values import WORDS_OF_LAUNCH
 from zerovision.training.engines.settings import check_files
 
 ENTRY = str(ENTRIES / "train_distributed.py")
 MOST_OF = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
-WORD_OF = {"--model-type": "model", "--strategy": "strategy", "--batch-size": "batch_size", "--epochs": "epochs"}
+WORD_OF = {flag_of(name): name.removesuffix("_type") for name in WORDS_OF_LAUNCH}
 DAY_SECONDS = 86400
 
 
