@@ -11,11 +11,15 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import sys
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +86,30 @@ def train(logs: Path, name: str = "run", *given: Any, code: int = 0, **settings:
     place = {"model_type": "basic_cnn", "epochs": 1, "log_dir": str(logs), "run_name": name}
     assert run(TrainConfig(**(QUIET | place | settings)), *given) == code
     return logs / "runs" / name
+
+
+def call(command: str, *words: object, stdin: bytes = b"") -> tuple[int, str, str]:
+    """Run a user's command on words, in this process, as one of no launcher's ranks.
+
+    Returns:
+        The exit code, and what is on standard output and standard error.
+    """
+    from zerovision.commands import run_command
+    from zerovision.training.world.launchers import launched_world
+
+    output, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for _ in range(2))
+    typed = {"argv": [f"{command}.py", *map(str, words)], "stdin": io.TextIOWrapper(io.BytesIO(stdin))}
+    with (
+        mock.patch.multiple(sys, **typed),
+        mock.patch.dict(os.environ),
+        redirect_stdout(output),
+        redirect_stderr(errors),
+    ):
+        for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+            os.environ.pop(variable, None)
+        assert launched_world()[3] == 1
+        code = run_command(command)
+    return code, output.buffer.getvalue().decode(), errors.buffer.getvalue().decode()
 
 
 def save_built(path: Path, built: BuiltModel, **facts: Any) -> None:

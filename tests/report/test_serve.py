@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-import torch
 from axe_playwright_python.sync_playwright import Axe
 from browsing import start_chromium
-from exports import save_run
+from exports import save_new_run, save_run
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
@@ -33,10 +32,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
-    torch.manual_seed(1)
-    return save_run(
-        tmp_path_factory.mktemp("runs") / "digits", new_model("basic_cnn", num_classes=10, image_size=32), data
-    )
+    return save_new_run(tmp_path_factory.mktemp("runs") / "digits", data)
 
 
 @pytest.fixture(scope="module")

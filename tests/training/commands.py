@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from tests.kit import call
 from zerovision.training.config.command_line import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +55,7 @@ def train_alone(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]
 
 def command_here(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command of `zerovision.commands` in this process."""
-    from zerovision import commands
-
-    output, errors = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "argv", [f"{name}.py", *words]), redirect_stdout(output), redirect_stderr(errors):
-        exit_code = commands.run_command(name)
-    return subprocess.CompletedProcess(words, exit_code, output.getvalue(), errors.getvalue())
+    return subprocess.CompletedProcess(words, *call(name, *words))
 
 
 def train_here(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -82,6 +78,12 @@ def read_metrics(run_folder: Path, kind: str) -> list[dict[str, Any]]:
     """Return the run's metrics.jsonl lines of one kind, 'step' or 'epoch'."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
     return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+
+
+def read_epochs(run_folder: Path) -> dict[int, tuple[float, ...]]:
+    """Return losses and accuracies of each epoch in the run's metrics.jsonl."""
+    names = ("train_loss", "train_top1", "val_loss", "val_top1")
+    return {entry["epoch"]: tuple(entry[name] for name in names) for entry in read_metrics(run_folder, "epoch")}
 
 
 def assert_user_error(result: subprocess.CompletedProcess[str], *words: str) -> None:

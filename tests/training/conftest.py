@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from ranks import Ranks
 
@@ -28,3 +30,15 @@ def run_on_ranks(tmp_path_factory):
     yield run
     for ranks in started.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def train_on_ranks(run_on_ranks):
+    """Train with these settings on so many ranks, and return the folder of the run."""
+
+    def train(ranks: int, logs: Path, room: str = "out_of_memory_ranks", **settings: object) -> Path:
+        cases = [settings | {"log_dir": str(logs), "name": "run"}]
+        assert all(result["code"] == 0 for (result,) in run_on_ranks(f"tests.training.{room}:run", ranks, cases))
+        return logs / "runs" / "run"
+
+    return train

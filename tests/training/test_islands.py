@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import read_metrics
+from commands import read_epochs, read_metrics
 
 from tests.training.engine_ranks import make_model
 from tests.training.island_ranks import LEAVES, digests, simulate
@@ -18,7 +18,6 @@ CASE = ("islands", "precision", "over_collectives")
 TRAIN = "tests.training.island_ranks:train"
 SENT_BYTES = {"fp32": 1024 * (4 + 4), "bf16": 1024 * (2 + 2)}  # per block, there and back
 STATISTICS = 4 * 32  # of BatchNorm: means and variances of 8 and of 16 channels, each aligned
-RUN = "tests.training.island_ranks:run"
 
 
 @pytest.fixture(autouse=True)
@@ -103,16 +102,15 @@ def test_another_number_of_islands_goes_on_with_the_state_that_there_is(before, 
 
 
 @pytest.fixture(scope="module")
-def train(run_on_ranks):
+def train(train_on_ranks):
     """Train with dropout on so many ranks, each step on 4 leaves of 48 images; return the folder of the run."""
 
-    def train_on_ranks(ranks: int, log_dir: Path, **changes: object) -> Path:
-        case = {"log_dir": str(log_dir), "name": "run", "epochs": 2, "dropout": 0.2, "batch_size": 48}
-        case |= {"gradient_accumulation_steps": LEAVES // ranks, "keep_last": 99, "local_steps": 5, "islands": 2}
-        assert all(result["code"] == 0 for (result,) in run_on_ranks(RUN, ranks, [case | changes]))
-        return log_dir / "runs" / "run"
+    def train(ranks: int, log_dir: Path, **changes: object) -> Path:
+        case = {"epochs": 2, "dropout": 0.2, "batch_size": 48, "keep_last": 99, "local_steps": 5, "islands": 2}
+        case |= {"gradient_accumulation_steps": LEAVES // ranks}
+        return train_on_ranks(ranks, log_dir, "island_ranks", **case | changes)
 
-    return train_on_ranks
+    return train
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +124,6 @@ def whole(train, tmp_path_factory) -> Callable[..., Path]:
     return run
 
 
-def epochs(folder: Path) -> dict[int, tuple[float, ...]]:
-    names = ("train_loss", "train_top1", "val_loss", "val_top1")
-    return {entry["epoch"]: tuple(entry[name] for name in names) for entry in read_metrics(folder, "epoch")}
-
-
 @pytest.mark.parametrize(
     ("precision", "step"),
     [pytest.param("fp32", "00000-0000003", marks=pytest.mark.slow), ("bf16", "00001-0000005")],
@@ -140,8 +133,8 @@ def test_more_ranks_per_island_go_on_in_mid_round_and_end_with_the_same_bytes(wh
     checkpoint = undisturbed / f"checkpoints/step-{step}"
     resumed = train(4, tmp_path, resume=str(checkpoint), outer_precision=precision)
     assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
-    assert epochs(resumed).items() <= epochs(undisturbed).items()
-    assert max(epochs(resumed)) == 2
+    assert read_epochs(resumed).items() <= read_epochs(undisturbed).items()
+    assert max(read_epochs(resumed)) == 2
 
 
 def test_what_is_left_goes_on_with_fewer_islands_and_with_all_when_they_are_back(whole, train, tmp_path):
@@ -159,4 +152,4 @@ def test_one_local_step_is_ddp_and_more_are_not(train, tmp_path):
     settings = [{"local_steps": 1}, {"local_steps": 1, "islands": 0}, {}]
     one, ddp, five = (train(2, tmp_path / str(number), epochs=1, **more) for number, more in enumerate(settings))
     assert (one / "model.safetensors").read_bytes() == (ddp / "model.safetensors").read_bytes()
-    assert epochs(one) == epochs(ddp) != epochs(five)
+    assert read_epochs(one) == read_epochs(ddp) != read_epochs(five)

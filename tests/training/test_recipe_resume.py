@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import read_metrics
+from commands import read_epochs
 from safetensors.numpy import load_file
 
 from zerovision.training.base.run_folder import LEARNING_RATE
 
-TRAIN = "tests.training.out_of_memory_ranks:run"
 RECIPE = {
     "model_type": "airbench_small",
     "epochs": 3,
@@ -43,26 +42,15 @@ RARE = [  # they exclude each other
 
 
 @pytest.fixture(scope="module")
-def train(run_on_ranks):
-    """Train on so many ranks, and return the folder of the run."""
-
-    def train_on_ranks(ranks: int, log_dir: Path, **changes: object) -> Path:
-        case = RECIPE | {"log_dir": str(log_dir), "name": "run"} | changes
-        assert all(result["code"] == 0 for (result,) in run_on_ranks(TRAIN, ranks, [case]))
-        return log_dir / "runs" / "run"
-
-    return train_on_ranks
+def train(train_on_ranks):
+    """Train with the recipe on so many ranks, and return the folder of the run."""
+    return lambda ranks, logs, **changes: train_on_ranks(ranks, logs, **RECIPE | changes)
 
 
 @pytest.fixture(scope="module", params=RARE, ids=lambda more: "".join(more))
 def whole(request, train, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """The folder of three epochs of 8 steps on two ranks, with a checkpoint after each step, and an option of it."""
     return train(2, tmp_path_factory.mktemp("whole"), **request.param), request.param
-
-
-def epochs(folder: Path) -> dict[int, tuple[float, ...]]:
-    names = ("train_loss", "train_top1", "val_loss", "val_top1")
-    return {entry["epoch"]: tuple(entry[name] for name in names) for entry in read_metrics(folder, "epoch")}
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
@@ -77,8 +65,8 @@ def test_one_rank_goes_on_from_any_step_of_two_and_ends_with_the_same_bytes(whol
     ours, theirs = weights(resumed), weights(folder)
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
-    assert epochs(resumed).items() <= epochs(folder).items()
-    assert max(epochs(resumed)) == 3
+    assert read_epochs(resumed).items() <= read_epochs(folder).items()
+    assert max(read_epochs(resumed)) == 3
 
 
 @pytest.mark.slow

@@ -11,23 +11,18 @@ import pytest
 
 from tests.unit.made_data import KINDS, SPLIT, make_photos, write_csv
 
-TRAIN = "tests.training.out_of_memory_ranks:run"
 CASE = {"image_size": 16, "batch_size": 4, "epochs": 2, "save_every_steps": 1, "keep_last": 99, "augmentation": "auto"}
 
 
 @pytest.fixture(scope="module")
-def train(run_on_ranks, tmp_path_factory):
+def train(train_on_ranks, tmp_path_factory):
     """Train on a data set with so many ranks; return the run's folder."""
 
-    def train_on(data: Path, root: Path, ranks: int, **changes: object) -> Path:
-        logs = tmp_path_factory.mktemp("logs")
-        case = CASE | SPLIT | {"data": str(data), "data_root": str(root), "log_dir": str(logs), "name": "run"} | changes
-        case.setdefault("gradient_accumulation_steps", 2 // ranks)
-        results = run_on_ranks(TRAIN, ranks, [case])
-        assert all(result["code"] == 0 for (result,) in results)
-        return logs / "runs" / "run"
+    def train(data: Path, root: Path, ranks: int, **changes: object) -> Path:
+        case = {"data": str(data), "data_root": str(root), "gradient_accumulation_steps": 2 // ranks}
+        return train_on_ranks(ranks, tmp_path_factory.mktemp("logs"), **CASE | SPLIT | case | changes)
 
-    return train_on
+    return train
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,14 @@
-"""What the tests of exports share: a small trained run, and the command."""
+"""What the tests of exports share: a small trained run, and the guide's lines."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import torch
 
 from tests.kit import new_model, save_built
-from zerovision.commands import main
 from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
@@ -24,12 +22,6 @@ def lines_of(words: str) -> str:
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (found,) = [block for block in blocks if all(word in block for word in words.split())]
     return found
-
-
-def run_export(monkeypatch, *words) -> int:
-    """Run scripts/export.py in this process and return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, words)])
-    return main("export")
 
 
 def train_on_digits(epochs: int = 3):
@@ -64,6 +56,14 @@ def save_run(folder: Path, built, data, **config) -> Path:
         extra={"epoch": 3, "top1": 0.95},
     )
     return folder
+
+
+def save_new_run(folder: Path, data, **config) -> Path:
+    """Write what a run of basic_cnn leaves, with random weights."""
+    torch.manual_seed(0)
+    size = data.preprocessing.image_size
+    built = new_model("basic_cnn", num_classes=len(data.class_names), image_size=size)
+    return save_run(folder, built, data, image_size=size, **config)
 
 
 def held_out(data) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from test_data_check import make_images, train
 
+from tests.training.commands import read_metrics
 from zerovision.extras.bisect_runs import compare, lines_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import WEIGHTS
@@ -27,18 +28,17 @@ def runs(tmp_path_factory):
     make_images(data / "val", 3, seed=1)
     flags = {"log_hashes": 1, "augmentation": "none"}
     for name, changes in {"a": {}, "b": {}, "bare": {"log_hashes": 0}, "rate": {"learning_rate": 0.01}}.items():
-        assert train(data, folder, run_name=name, **flags | changes) == 0
+        train(data, folder, name, **flags | changes)
     image = data / "train" / "b" / "7.png"
     pixels = np.asarray(Image.open(image)).copy()
     pixels[6:, 6:] ^= 128
     Image.fromarray(pixels).save(image)
-    assert train(data, folder, run_name="pixel", **flags) == 0
+    train(data, folder, "pixel", **flags)
     return folder / "runs"
 
 
 def hashes(run) -> dict[int, dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line for line in lines if line["kind"] == "hashes"}
+    return {line["step"]: line for line in read_metrics(run, "hashes")}
 
 
 def test_a_hash_is_that_of_the_values_in_order():

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
-from test_evaluate_predict import call, data, digit_folder, logits, run
+from test_evaluate_predict import data, digit_folder, logits, run
 
-from tests.kit import ALONE
+from tests.kit import ALONE, call
 from zerovision.delivery.calibration import HIGHEST_TEMPERATURE, calibration_file, read_calibration
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.fit_calibration import _fit_temperature, threshold_of
@@ -22,11 +22,11 @@ from zerovision.delivery.settings import ExportSettings
 from zerovision.training.base.errors import UserError
 from zerovision.training.tasks.scores import SampleScores
 
-__all__ = ["call", "data", "digit_folder", "logits", "run"]  # fixtures
+__all__ = ["data", "digit_folder", "logits", "run"]  # fixtures
 
 
 @pytest.fixture
-def own_run(run, tmp_path, monkeypatch) -> Path:
+def own_run(run, tmp_path) -> Path:
     """A copy of the run, that a test may calibrate."""
     folder = tmp_path / "digits"
     folder.mkdir()
@@ -60,7 +60,7 @@ def test_the_threshold_is_the_lowest_with_the_accuracy(reject, confidences, is_r
         assert threshold_of(details(confidences, is_right), reject) == pytest.approx(expected)
 
 
-def test_the_temperature_is_scipys_and_predictions_are_calibrated(call, own_run, data, logits, digit_folder):
+def test_the_temperature_is_scipys_and_predictions_are_calibrated(own_run, data, logits, digit_folder):
     labels = data.val.source.labels
     code, out, err = call("evaluate", own_run, "--reject", "0.3")
     assert (code, err) == (0, "")
@@ -96,7 +96,7 @@ def test_the_temperature_is_scipys_and_predictions_are_calibrated(call, own_run,
     assert "none of these" in call("predict", own_run, digit_folder)[1]
 
 
-def test_a_calibration_belongs_to_its_weights_and_views(call, own_run, digit_folder):
+def test_a_calibration_belongs_to_its_weights_and_views(own_run, digit_folder):
     assert call("evaluate", own_run, "--reject", "below:0.5")[0] == 0
     weights = own_run / "model.safetensors"
     fitted = json.loads((own_run / "evaluation" / "scores.json").read_text())
@@ -121,7 +121,7 @@ def test_a_calibration_belongs_to_its_weights_and_views(call, own_run, digit_fol
     assert read_run(own_run).calibration is None
 
 
-def test_a_table_names_its_columns(call, run, digit_folder, tmp_path):
+def test_a_table_names_its_columns(run, digit_folder, tmp_path):
     files = sorted(digit_folder.rglob("*.png"))
     table = tmp_path / "list.csv"
     table.write_text("picture,digit\n" + "".join(f"{path},{path.parent.name}\n" for path in files))

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import zerovision
-from zerovision.commands import run_command
+from tests.kit import call
 from zerovision.commands.train import TrainSettings
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.launch.arguments import read_arguments
@@ -257,8 +257,7 @@ def test_one_word_trains_a_folder_and_python_chooses_the_same(tmp_path, monkeypa
     assert f"{words[0]} --format onnx --with-preprocessing\n" in said
     assert script == "scripts/evaluate.py"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *words, "--output", str(tmp_path / "scores")])
-    assert run_command("evaluate") == 0
+    assert call("evaluate", *words, "--output", tmp_path / "scores")[0] == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     settings = {"minutes": 1, "epochs": 3, "report": False, "data_root": tmp_path / "cache", "pretrained": False}
     result = zerovision.train(folder, effort="seconds", log_dir=tmp_path / "logs", **settings)

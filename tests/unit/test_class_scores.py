@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import typing
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import torch
 from sklearn import metrics
 
 from tests.kit import ALONE, train
+from tests.training.commands import read_metrics
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import SCORE_NAMES, best_epoch, merit
 from zerovision.training.base.progress import Progress
@@ -123,8 +123,7 @@ def test_an_epoch_whose_score_is_no_number_is_never_the_best(few_images, tmp_pat
     monkeypatch.setattr("zerovision.training.epoch.score_of", lambda *_: next(scores))
     folder = train(tmp_path, data="fake", image_size=8, batch_size=128, epochs=4)
     assert epoch_of(folder / "model.safetensors") == 2
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    assert [line["is_best"] for line in lines if line["kind"] == "epoch"] == [False, True, False, False]
+    assert [line["is_best"] for line in read_metrics(folder, "epoch")] == [False, True, False, False]
 
 
 def data_of(val_counts, samples, sets=None):

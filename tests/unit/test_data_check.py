@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,12 @@ import pytest
 from made_data import save_animation
 from PIL import Image
 
-from zerovision.commands import run_command
+from tests import kit
+from tests.kit import call
+from tests.training.commands import read_metrics
 from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.evaluate import evaluate
 from zerovision.planning.data_check import check_data, equal_images, lines_of
-from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.image_list import (
     ListedImage,
@@ -30,7 +30,6 @@ from zerovision.training.data.image_list import (
 )
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan
-from zerovision.training.run import run
 
 
 @pytest.fixture
@@ -66,24 +65,20 @@ def test_thin_images_are_named(folder):
     assert dict(report.image_notes) == expected
 
 
-def test_doctor_reports_a_good_data_set(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor.py", "--check-data", "digits"])
-    assert run_command("doctor") == 0
-    printed, errors = capsys.readouterr()
-    assert errors == ""
+def test_doctor_reports_a_good_data_set():
+    code, printed, errors = call("doctor", "--check-data", "digits")
+    assert (code, errors) == (0, "")
     assert "digits: 10 classes" in printed
     assert "smallest image 32x32, largest 32x32 pixels" in printed
     assert "0 of 1797 images cannot be used" in printed
 
 
-def test_doctor_names_what_is_unreadable(folder, monkeypatch, capsys):
+def test_doctor_names_what_is_unreadable(folder):
     (folder / "a" / "text.jpg").write_text("text")
     os.mkfifo(folder / "a" / "pipe.jpg")
     save_animation(folder / "a" / "0.png", (9, 9))
-    monkeypatch.setattr(sys, "argv", ["doctor.py", "--check-data", str(folder)])
-    assert run_command("doctor") == 1
-    printed, errors = capsys.readouterr()
-    assert errors == ""
+    code, printed, errors = call("doctor", "--check-data", folder)
+    assert (code, errors) == (1, "")
     assert f"unreadable: '{folder}/a/text.jpg': not an image" in printed
     assert f"note on '{folder}/a/0.png': several frames" in printed
     assert "skipped 1 file with an unsupported type or extension: 1 not a regular file" in printed
@@ -103,10 +98,9 @@ def make_images(root: Path, count: int, seed: int = 0) -> Path:
     return root
 
 
-def train(data: Path, logs: Path, **changes) -> int:
-    values = {"model_type": "basic_cnn", "image_size": 8, "batch_size": 4, "epochs": 1, "cache": "off"}
-    values |= {"data": str(data), "log_dir": str(logs), "run_name": "r", "progress": "off", "tensorboard": False}
-    return run(TrainConfig(**(values | changes)), deliver=leave_files)
+def train(data: Path, logs: Path, name: str = "r", **changes) -> Path:
+    settings = {"data": str(data), "image_size": 8, "batch_size": 4, "cache": "off", "report": True}
+    return kit.train(logs, name, None, leave_files, **settings | changes)
 
 
 @pytest.fixture
@@ -125,7 +119,7 @@ def copies(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_doctor_counts_and_names_equal_images(copies, workers, capsys):
+def test_the_doctor_counts_and_names_equal_images(copies, workers):
     report = check_data(DataOptions(data=str(copies)), workers)
     found = equal_images(report.datasets, report.digests)
     assert {kind: equal.images for kind, equal in found.items()} == {"leaked": 3, "mislabelled": 1, "repeated": 1}
@@ -159,12 +153,10 @@ def test_every_digest_is_that_of_the_file_whatever_reads_it(tmp_path):
 
 
 def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
-    assert train(copies, tmp_path / "logs", resume="auto") == 0
-    folder, log = tmp_path / "logs/runs/r", capsys.readouterr().out
+    folder, log = train(copies, tmp_path / "logs", resume="auto"), capsys.readouterr().out
     assert "run r has no checkpoint: starting from the beginning" in log
     assert "training on train/; val/ is the validation part; test/ is evaluated once, after training" in log
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (test,) = [line for line in lines if line["kind"] == "test"]
+    (test,) = read_metrics(folder, "test")
     scores = json.loads((folder / "evaluation-test/scores.json").read_text())
     again = evaluate(folder, split="test", output=None)
     for key in ("samples", "top1", "loss"):
@@ -176,7 +168,7 @@ def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
     assert "On the 13 images of the test part" in card
     assert card.count("split: test") == card.count("split: val") == 1
     assert "test top-1 accuracy" in page
-    assert train(copies, tmp_path / "logs", resume="auto") == 0
+    train(copies, tmp_path / "logs", resume="auto")
     again = capsys.readouterr().out.split("resuming from")[1]
     assert ": all epochs are trained\n" in again
     assert "of the test part" not in again  # it was judged already
@@ -184,7 +176,7 @@ def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
 
 def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
     (copies / "train/a/4.png").rename(copies / "train/a/new\r\nline, é.png")
-    assert train(copies, tmp_path / "logs") == 0
+    train(copies, tmp_path / "logs")
     file = tmp_path / "logs/runs/r/images.csv.gz"
     pair = load_data(DataOptions(data=str(copies), image_size=8))
     listed = read_image_list(file)
@@ -201,7 +193,7 @@ def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
 def test_images_that_were_trained_on_are_scored_apart(tmp_path):
     """A run without a test part tells none."""
     data = make_images(tmp_path / "d", 20)
-    assert train(data, tmp_path / "logs", epochs=2) == 0
+    train(data, tmp_path / "logs", epochs=2)
     folder = tmp_path / "logs/runs/r"
     assert not (folder / "evaluation-test").exists()
     assert "test part" not in (folder / "README.md").read_text()
@@ -240,9 +232,9 @@ def test_a_folder_that_changed_says_how(tmp_path):
 
 def test_a_resume_with_other_data_names_the_difference_and_the_cure(tmp_path, capsys):
     data = make_images(tmp_path / "d", 8)
-    assert train(data, tmp_path / "logs") == 0
+    train(data, tmp_path / "logs")
     shutil.copyfile(data / "a/0.png", data / "a/more.png")
-    assert train(data, tmp_path / "logs", epochs=2, resume="auto") == 2
+    train(data, tmp_path / "logs", epochs=2, resume="auto", code=2)
     error = capsys.readouterr().err
     assert "another data set: 16 images then, 17 now; 1 new: a/more.png" in error
     assert "--weights" in error

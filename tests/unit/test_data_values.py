@@ -13,12 +13,11 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from exports import run_export
 from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import to_dtype
 
-from tests.kit import ELEMENTWISE, ROUNDING, assert_same_but_rounding, train
+from tests.kit import ELEMENTWISE, ROUNDING, assert_same_but_rounding, call, train
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.predict import predict
@@ -137,7 +136,7 @@ def test_batches_are_those_of_single_images_and_of_a_later_start(tmp_path, monke
                 assert torch.equal(image, data.train[1, int(key)][0])
 
 
-def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path, monkeypatch):
+def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path):
     data = save(tmp_path / "a.npz", "uint16")
     folder = train(tmp_path / "whole", data=data, **RECIPE | {"epochs": 10}, image_channels=1)
     parts = {"image_channels": 1, "schedule": "constant", "warmup_epochs": 0.0}
@@ -180,7 +179,7 @@ def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path
         evaluate(folder, "digits", output=None)
     with pytest.raises(UserError, match="trained on arrays of uint16"):
         preprocess(metadata)
-    assert run_export(monkeypatch, folder, "--output", tmp_path / "export", "--format", "onnx") == 0
+    assert call("export", folder, "--output", tmp_path / "export", "--format", "onnx")[0] == 0
     use = json.loads((tmp_path / "export" / "preprocessing.json").read_text())
     assert use["values"] == "uint16"
     assert (use["divisor"], use["channels"], use["shrink_to"]) == (65535, None, None)

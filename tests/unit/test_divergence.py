@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 
 from tests.kit import new_model, save_built, train
+from tests.training.commands import read_metrics
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import EVALUATION, RunFolder
@@ -128,7 +128,6 @@ def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_
     for count in ("FAKE_TRAIN_IMAGES", "FAKE_VAL_IMAGES"):
         monkeypatch.setattr(f"zerovision.training.data.arrays.{count}", 16)
     folder = train(tmp_path, data="fake", image_size=8, batch_size=8, max_bad_steps=0)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    epoch = next(line for line in lines if line["kind"] == "epoch")
+    (epoch,) = read_metrics(folder, "epoch")
     assert epoch["train_loss"] is epoch["train_top1"] is None  # as JSON has it
     assert math.isfinite(epoch["val_loss"])

@@ -27,8 +27,8 @@ from unittest import mock
 
 import torch
 
-from tests.kit import new_model, png
-from tests.unit.exports import IMAGE_SIZE, save_run
+from tests.kit import png
+from tests.unit.exports import IMAGE_SIZE, save_new_run
 from tests.unit.launching import environment
 from zerovision.commands import COMMANDS
 from zerovision.commands.train_distributed import train
@@ -48,8 +48,7 @@ NOT_ASKED = {"bisect_runs", "pack", "replay", "serve"}  # whose own tests have t
 def make_folder(folder: Path) -> None:
     """Write the run, of random weights, and the empty folder."""
     (folder / "empty").mkdir()
-    built = new_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
-    save_run(folder / "run", built, load_data(DataOptions(image_size=IMAGE_SIZE)))
+    save_new_run(folder / "run", load_data(DataOptions(image_size=IMAGE_SIZE)))
 
 
 def run_words(script: str, words: list[str]) -> int:

@@ -22,8 +22,7 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.kit import ROUNDING, assert_same_but_rounding, new_model, save_built
-from zerovision.commands import run_command
+from tests.kit import ROUNDING, assert_same_but_rounding, call, new_model, save_built
 from zerovision.delivery.predict import FORMATS, Prediction, load_predictor, write_predictions
 from zerovision.delivery.settings import PredictSettings
 from zerovision.delivery.trained_model import read_run_config
@@ -36,7 +35,6 @@ from zerovision.training.checkpoint.weights import load_model, save_weights
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.world.launchers import launched_world
 from zerovision.training.world.network_interfaces import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,35 +93,15 @@ def pictures(data, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run a script on words, in this process; return (exit code, standard output, standard error)."""
-
-    def run_words(command, *words: object, stdin: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
-            monkeypatch.delenv(variable, raising=False)
-        assert launched_world()[3] == 1
-        return run_command(command), *capsys.readouterr()
-
-    return run_words
-
-
-@pytest.fixture
-def refused(call):
+def refused(*words: object, **stdin: bytes) -> str:
     """Run a script that refuses its words: return the one line that it prints."""
-
-    def run_words(*words: object, **stdin: bytes) -> str:
-        code, out, err = call(*words, **stdin)
-        assert (code, out, err.count("\n")) == (2, "", 1), err
-        return err
-
-    return run_words
+    code, out, err = call(*words, **stdin)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    return err
 
 
 @pytest.fixture
-def evaluated(call, run, tmp_path):
+def evaluated(run, tmp_path):
     """Evaluate the run: return the scores that are written below `tmp_path`."""
 
     def run_words(*words: object, output: str = "out") -> dict:
@@ -145,7 +123,7 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_evaluate_judges_a_run_on_what_it_held_out(call, run, data, logits):
+def test_evaluate_judges_a_run_on_what_it_held_out(run, data, logits):
     code, out, err = call("evaluate", run)
     assert (code, err) == (0, "")
     facts = read_json(run / "evaluation" / "scores.json")
@@ -162,7 +140,7 @@ def test_evaluate_judges_a_run_on_what_it_held_out(call, run, data, logits):
     np.testing.assert_array_equal(pixels, data.val.source.read(facts["worst"][0]["index"]).permute(1, 2, 0))
 
 
-def test_an_evaluation_computes_in_channels_last(call, run, tmp_path):
+def test_an_evaluation_computes_in_channels_last(run, tmp_path):
     """The images arrive so: kernels for convolutions would otherwise convert the weights for each batch."""
     layouts = set()
 
@@ -176,7 +154,7 @@ def test_an_evaluation_computes_in_channels_last(call, run, tmp_path):
     assert layouts == {(True, False)}
 
 
-def test_several_ranks_give_the_same_bytes(call, run, tmp_path):
+def test_several_ranks_give_the_same_bytes(run, tmp_path):
     assert call("evaluate", run, "--output", tmp_path / "one", "--reject", "0.3")[0] == 0
     calibration = run / "model.calibration.json"
     fitted = calibration.read_bytes()
@@ -193,7 +171,7 @@ def test_several_ranks_give_the_same_bytes(call, run, tmp_path):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes(), name
 
 
-def test_an_evaluation_goes_where_a_link_leads(call, run, tmp_path):
+def test_an_evaluation_goes_where_a_link_leads(run, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to("target")
     for _ in range(2):
@@ -213,7 +191,7 @@ def digit_folder(data, tmp_path_factory) -> Path:
     return folder
 
 
-def test_every_image_of_a_new_folder_counts(call, run, digit_folder, data, logits, tmp_path):
+def test_every_image_of_a_new_folder_counts(run, digit_folder, data, logits, tmp_path):
     files = sorted(digit_folder.rglob("*.png"))
     indices = [int(path.stem) for path in files]
     expected = (logits[indices].argmax(1) == data.val.source.labels[indices]).double().mean()
@@ -229,7 +207,7 @@ def test_every_image_of_a_new_folder_counts(call, run, digit_folder, data, logit
     assert found == [str(digit_folder), str(other)]
 
 
-def test_the_folder_of_a_run_is_known_by_its_files(call, refused, run, digit_folder, tmp_path, monkeypatch):
+def test_the_folder_of_a_run_is_known_by_its_files(run, digit_folder, tmp_path, monkeypatch):
     """Its name may be relative to a folder in which nobody is now."""
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     for folder in (here, elsewhere):
@@ -256,7 +234,7 @@ def test_the_folder_of_a_run_is_known_by_its_files(call, refused, run, digit_fol
         assert read_json(own / f"evaluation{name}" / "scores.json")["samples"] == samples
 
 
-def test_a_folder_with_one_image_of_each_class_is_evaluated(call, run, digit_folder, tmp_path, monkeypatch):
+def test_a_folder_with_one_image_of_each_class_is_evaluated(run, digit_folder, tmp_path, monkeypatch):
     """It cannot be divided as the run's data is; and has one name, however it is written."""
     monkeypatch.chdir(tmp_path)
     own = copy_of(run, tmp_path / "own", image_size=8, data="photos")
@@ -281,7 +259,7 @@ def test_a_test_part_alone_is_evaluated_whole(evaluated, digit_folder, tmp_path)
 
 
 @pytest.mark.parametrize(("labels", "kind"), [("38", "folder"), ("3", "folder"), ("3", "table")])
-def test_missing_classes_may_be_allowed(refused, evaluated, run, digit_folder, data, logits, tmp_path, labels, kind):
+def test_missing_classes_may_be_allowed(evaluated, run, digit_folder, data, logits, tmp_path, labels, kind):
     few, table = tmp_path / "few", tmp_path / "few.csv"
     for label in labels:
         shutil.copytree(digit_folder / label, few / label)
@@ -302,7 +280,7 @@ def answers(out: str) -> dict[str, dict]:
     return {one["image"]: one for one in map(json.loads, out.splitlines())}
 
 
-def test_predict_gives_the_probabilities_of_plain_pytorch(call, run, pictures, logits):
+def test_predict_gives_the_probabilities_of_plain_pytorch(run, pictures, logits):
     code, out, err = call("predict", run, pictures, "--format", "json", "--top-k", 10, "--batch-size", 5)
     assert (code, err) == (0, "")
     found = answers(out)
@@ -335,7 +313,7 @@ def mean_of_views(model: torch.nn.Module, images: torch.Tensor, flip: bool, shif
 
 
 @VIEWS
-def test_predictions_average_the_views(call, run, pictures, data, flip, shift):
+def test_predictions_average_the_views(run, pictures, data, flip, shift):
     words = ("--format", "json", "--top-k", 1, *flags_of(flip, shift))
     _, out, _ = call("predict", run, pictures / "class 0" / "00.png", *words)
     model, _ = load_model(run / "model.safetensors")
@@ -346,9 +324,7 @@ def test_predictions_average_the_views(call, run, pictures, data, flip, shift):
 @pytest.mark.parametrize(
     ("flip", "shift"), [(True, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, 0), (False, 1)))]
 )
-def test_an_evaluation_reports_views_beside_the_plain_scores(
-    call, evaluated, run, data, digit_folder, tmp_path, flip, shift
-):
+def test_an_evaluation_reports_views_beside_the_plain_scores(evaluated, run, data, digit_folder, tmp_path, flip, shift):
     words = ("--data", digit_folder, *flags_of(flip, shift), "--output", tmp_path / "views")
     code, out, err = call("evaluate", run, *words)
     assert (code, err) == (0, "")
@@ -368,7 +344,7 @@ def test_an_evaluation_reports_views_beside_the_plain_scores(
 
 
 @pytest.mark.parametrize("decode", ["cpu", "exact"])
-def test_predict_decodes_as_the_run_did(call, run, tmp_path, decode):
+def test_predict_decodes_as_the_run_did(run, tmp_path, decode):
     folder = copy_of(run, tmp_path / "run", decode=decode)
     pixels = np.random.default_rng(0).integers(0, 256, (30 * SIZE, 30 * SIZE, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "large.jpg")
@@ -383,7 +359,7 @@ def test_predict_decodes_as_the_run_did(call, run, tmp_path, decode):
     assert probabilities() == given[decode]
 
 
-def test_the_largest_image_is_the_runs_unless_the_flag_says_another(call, run, pictures, tmp_path):
+def test_the_largest_image_is_the_runs_unless_the_flag_says_another(run, pictures, tmp_path):
     folder, classes = copy_of(run, tmp_path / "run", max_megapixels=1), tmp_path / "classes"
     for name in CLASSES:
         (classes / name).mkdir(parents=True)
@@ -407,7 +383,7 @@ def test_the_largest_image_is_the_runs_unless_the_flag_says_another(call, run, p
         assert server.predictor.reader.max_pixels == 3 * 10**6
 
 
-def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_path):
+def test_unreadable_images_are_named_and_passed_over(run, pictures, tmp_path):
     good = pictures / "class 0" / "00.png"
     (tmp_path / "broken.png").write_bytes(good.read_bytes()[:80])
     code, out, err = call("predict", run, tmp_path / "broken.png", good, tmp_path / "gone.jpg", "--format", "csv")
@@ -422,7 +398,7 @@ def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_pa
     assert total == "predict: 2 images could not be read"
 
 
-def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pictures, tmp_path):
+def test_odd_files_below_a_folder_are_named_and_never_waited_for(run, pictures, tmp_path):
     save_animation(tmp_path / "a.gif", (20, 20))
     (tmp_path / "endless.jpg").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe.jpg")
@@ -438,13 +414,13 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
     ]
 
 
-def test_standard_input_without_an_end_is_refused(refused, run, monkeypatch):
+def test_standard_input_without_an_end_is_refused(run, monkeypatch):
     for module in ("zerovision.training.data.reading.files", "zerovision.delivery.predict"):
         monkeypatch.setattr(f"{module}.MAX_FILE_BYTES", 1000)
     assert "standard input exceeds 0.001 MB" in refused("predict", run, "-", stdin=bytes(2000))
 
 
-def test_standard_input_holds_paths_or_an_image(call, run, pictures):
+def test_standard_input_holds_paths_or_an_image(run, pictures):
     files = sorted(pictures.rglob("*.png"))
     lines = "".join(f"{path}\n" for path in files).encode()
     named = answers(call("predict", run, "-", "--format", "json", stdin=lines)[1])
@@ -458,7 +434,7 @@ def test_standard_input_holds_paths_or_an_image(call, run, pictures):
     assert alone[0]["probability"] == pytest.approx(with_others[0]["probability"], rel=ROUNDING)
 
 
-def test_paths_on_standard_input_end_with_the_line_alone(call, run, pictures, tmp_path):
+def test_paths_on_standard_input_end_with_the_line_alone(run, pictures, tmp_path):
     files = [tmp_path / f"a{sign}b.png" for sign in "\x0b\x0c\x1c\x85\u2028\r"]
     for path in files:
         shutil.copy(pictures / "class 0" / "00.png", path)
@@ -468,7 +444,7 @@ def test_paths_on_standard_input_end_with_the_line_alone(call, run, pictures, tm
     assert list(answers(out)) == list(map(str, files))
 
 
-def test_a_large_jpeg_on_standard_input_is_shrunk_as_its_file_is(call, run, tmp_path):
+def test_a_large_jpeg_on_standard_input_is_shrunk_as_its_file_is(run, tmp_path):
     path = tmp_path / "large.jpg"
     noise = np.random.default_rng(0).integers(0, 255, (400, 300, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
@@ -477,14 +453,14 @@ def test_a_large_jpeg_on_standard_input_is_shrunk_as_its_file_is(call, run, tmp_
     assert read["top"] == named["top"]
 
 
-def test_a_table_for_people(call, run, pictures):
+def test_a_table_for_people(run, pictures):
     code, out, _ = call("predict", run, pictures / "class 1")
     assert code == 0
     assert out.split("\n")[0].split() == ["image", "label", "probability", "next", "labels"]
     assert sum("%" in line for line in out.splitlines()) == IMAGES // 3
 
 
-def test_an_output_that_is_a_link_or_no_file_stays(call, run, pictures, tmp_path):
+def test_an_output_that_is_a_link_or_no_file_stays(run, pictures, tmp_path):
     target, link, pipe = (tmp_path / name for name in ("target.json", "link", "pipe"))
     target.write_text("old")
     link.symlink_to(target)
@@ -497,7 +473,7 @@ def test_an_output_that_is_a_link_or_no_file_stays(call, run, pictures, tmp_path
     assert (link.is_symlink(), pipe.is_fifo()) == (True, True)
 
 
-def test_an_output_file_is_whole_or_not_there(call, refused, run, pictures, small_disk, tmp_path):
+def test_an_output_file_is_whole_or_not_there(run, pictures, small_disk, tmp_path):
     target = tmp_path / "labels.jsonl"
     assert call("predict", run, pictures, "--format", "json", "--output", target)[:2] == (0, "")
     assert len(target.read_text().splitlines()) == IMAGES
@@ -548,7 +524,7 @@ SCRIPTS = pytest.mark.parametrize(("script", "words"), [("evaluate", []), ("pred
         ('{"epoch": 1}', ": unknown key 'epoch'. Use epochs."),
     ],
 )
-def test_a_damaged_configuration_of_a_run_is_named(refused, run, tmp_path, script, words, content, message):
+def test_a_damaged_configuration_of_a_run_is_named(run, tmp_path, script, words, content, message):
     folder = copy_of(run, tmp_path / "run")
     (folder / "config.json").write_text(content)
     err = refused(script, folder, *words)
@@ -573,7 +549,7 @@ def test_a_run_is_read_with_values_that_no_new_one_may_have_together(tmp_path):
         (b"\x10\0\0\0\0\0\0\0{broken", "cannot be read as safetensors"),
     ],
 )
-def test_only_safetensors_are_read(refused, tmp_path, script, words, content, message):
+def test_only_safetensors_are_read(tmp_path, script, words, content, message):
     """Text as weights: tests/references/errors.txt."""
     path = tmp_path / "model.pt"
     path.write_bytes(content)
@@ -589,7 +565,7 @@ def test_only_safetensors_are_read(refused, tmp_path, script, words, content, me
         ("evaluate", ["{run}", "--output", "{empty}"], "is the current folder, which an evaluation would replace"),
     ],
 )
-def test_mistakes_are_one_line_and_leave_the_run_alone(refused, run, tmp_path, monkeypatch, script, words, message):
+def test_mistakes_are_one_line_and_leave_the_run_alone(run, tmp_path, monkeypatch, script, words, message):
     """Others are in tests/references/errors.txt."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -599,7 +575,7 @@ def test_mistakes_are_one_line_and_leave_the_run_alone(refused, run, tmp_path, m
 
 
 @SCRIPTS
-def test_weights_that_are_not_finite_are_refused(refused, run, tmp_path, script, words):
+def test_weights_that_are_not_finite_are_refused(run, tmp_path, script, words):
     path, (model, metadata) = tmp_path / "model.safetensors", load_model(run / "model.safetensors")
     state = model.state_dict()
     next(iter(state.values())).fill_(float("nan"))
@@ -637,7 +613,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_names_from_outside_are_exact_in_files_and_harmless_to_look_at(call, hostile_run, pictures, tmp_path):
+def test_names_from_outside_are_exact_in_files_and_harmless_to_look_at(hostile_run, pictures, tmp_path):
     image = next(pictures.rglob("*.png"))
     code, out, _ = call("predict", hostile_run, image, "--format", "json", "--top-k", 10)
     assert code == 0
@@ -686,7 +662,7 @@ def test_csv_on_a_terminal_is_escaped():
     assert terminal.getvalue().splitlines()[1] == r"'=a.png,\x1b[2J,0.5"
 
 
-def test_an_evaluation_shows_any_name(call, hostile_run, digit_folder, tmp_path):
+def test_an_evaluation_shows_any_name(hostile_run, digit_folder, tmp_path):
     images = tmp_path / "images"
     for label, name in enumerate(HOSTILE):
         (images / name).mkdir(parents=True)
@@ -704,7 +680,7 @@ def test_an_evaluation_shows_any_name(call, hostile_run, digit_folder, tmp_path)
             assert {row[column] for row in list(csv.reader(stream))[1:]} == set(INERT)
 
 
-def test_weights_outside_a_run_need_their_data(call, refused, run, tmp_path):
+def test_weights_outside_a_run_need_their_data(run, tmp_path):
     alone = shutil.copy(run / "model.safetensors", tmp_path / "weights.safetensors")
     problem = "evaluate: these weights are not in a run's folder, so the data is not known: add --data.\n"
     assert refused("evaluate", alone) == problem
@@ -712,7 +688,7 @@ def test_weights_outside_a_run_need_their_data(call, refused, run, tmp_path):
     assert read_json(tmp_path / "weights-evaluation" / "scores.json")["samples"] == 360
 
 
-def test_predict_explains(call, run, pictures, tmp_path):
+def test_predict_explains(run, pictures, tmp_path):
     """Pictures of all images in order; a folder that holds something else is refused before anything is read."""
     code, out, _ = call("predict", run, pictures, "--format", "csv", "--explain", tmp_path / "why")
     images = [Path(row["image"]).stem for row in csv.DictReader(io.StringIO(out))]

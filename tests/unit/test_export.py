@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import io
 import json
 import os
 import re
@@ -20,12 +18,12 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from exports import IMAGE_SIZE, ROOT, held_out, lines_of, run_export, save_run
+from exports import IMAGE_SIZE, ROOT, held_out, lines_of, save_run
 from PIL import Image
 from safetensors.torch import load_file
 from timm.data.readers.class_map import load_class_map
 
-from tests.kit import ROUNDING, assert_same_but_rounding, new_model
+from tests.kit import ROUNDING, assert_same_but_rounding, call, new_model
 from zerovision.delivery.export import ExportRefused, export_job, onnx_format
 from zerovision.delivery.export.comparison import check_agreement, compare
 from zerovision.delivery.export.export_job import CheckImages, tracing
@@ -88,11 +86,10 @@ def exported(run_folder, tmp_path_factory):
 
     @functools.cache
     def export(format_name, precision):
-        said = io.StringIO()
         words = ("--format", format_name, "--precision", precision, "--output", folder)
-        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(said):
-            assert run_export(monkeypatch, run_folder, *words) == 0
-        return folder / f"basic_cnn-{precision}.{EXTENSIONS[format_name]}", said.getvalue()
+        code, said, _ = call("export", run_folder, *words)
+        assert code == 0
+        return folder / f"basic_cnn-{precision}.{EXTENSIONS[format_name]}", said
 
     return export
 
@@ -167,14 +164,14 @@ def test_the_lines_of_the_guide_run_as_they_stand_with_onnxruntime_alone(trained
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, monkeypatch, tmp_path):
+def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, tmp_path):
     _, data = trained
     torch.manual_seed(0)
     built = new_model("timm:resnet18", num_classes=10, image_size=IMAGE_SIZE)
     assert built.description.stem_stride_changed
     folder = save_run(tmp_path / "run", built, data)
     words = ("--format", "safetensors", "--precision", precision, "--check-images", "8", "--max-accuracy-loss", "100")
-    assert run_export(monkeypatch, folder, *words) == 0
+    assert call("export", folder, *words)[0] == 0
     file = folder / "export" / f"timm-resnet18-{precision}.safetensors"
     names = {}
     exec(lines_of("timm.create_model").replace("logs/runs/photos/model.safetensors", str(file)), names)
@@ -185,10 +182,10 @@ def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, mon
     assert torch.equal(plain_logits(network, images), plain_logits(oracle, images))
 
 
-def test_a_second_export_of_one_model_joins_the_first(run_folder, monkeypatch, tmp_path):
+def test_a_second_export_of_one_model_joins_the_first(run_folder, tmp_path):
     for precision in ("fp32", "bf16", "fp32"):
         words = ("--format", "safetensors", "--precision", precision, "--output", tmp_path)
-        assert run_export(monkeypatch, run_folder, *words) == 0
+        assert call("export", run_folder, *words)[0] == 0
     names = ["basic_cnn-bf16.safetensors", "basic_cnn-fp32.safetensors", "class_map.txt", "preprocessing.json"]
     assert sorted(os.listdir(tmp_path)) == names
     assert load_class_map(str(tmp_path / "class_map.txt")) == {str(digit): digit for digit in range(10)}
@@ -216,10 +213,11 @@ def test_timm_numbers_the_classes_by_the_class_map_as_we_do(tmp_path, names, is_
         assert load_class_map(str(path)) == {name: number for number, name in enumerate(names)}
 
 
-def test_a_class_map_of_another_model_is_not_overwritten(run_folder, monkeypatch, capsys, tmp_path):
+def test_a_class_map_of_another_model_is_not_overwritten(run_folder, tmp_path):
     (tmp_path / "class_map.txt").write_text("cat\ndog\n")
-    assert run_export(monkeypatch, run_folder, "--format", "safetensors", "--output", tmp_path) == 2
-    assert f"'{tmp_path}/class_map.txt' belongs to a model with other classes" in capsys.readouterr().err
+    code, _, error = call("export", run_folder, "--format", "safetensors", "--output", tmp_path)
+    assert code == 2
+    assert f"'{tmp_path}/class_map.txt' belongs to a model with other classes" in error
     assert (tmp_path / "class_map.txt").read_text() == "cat\ndog\n"
 
 
@@ -271,7 +269,7 @@ def test_a_loss_of_exactly_what_is_allowed_passes():
             check_agreement(dataclasses.replace(few, file_top1=32 / 34), precision, 1.0)
 
 
-def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeypatch, capsys, tmp_path):
+def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeypatch, tmp_path):
     words = (run_folder, "--format", "safetensors", "--output", tmp_path / "new" / "folder")
     open_exported = export_job.open_safetensors
 
@@ -280,23 +278,23 @@ def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeyp
         return lambda images: run(images) + 0.01
 
     monkeypatch.setattr(export_job, "open_safetensors", open_noise)
-    assert run_export(monkeypatch, *words) == 1
-    assert os.listdir(tmp_path) == []
-    error = capsys.readouterr().err
+    code, _, error = call("export", *words)
+    assert (code, os.listdir(tmp_path)) == (1, [])
     assert error.startswith("export: not exported: ")
     assert error.count("\n") == 1
     monkeypatch.undo()
-    assert run_export(monkeypatch, *words) == 0
+    assert call("export", *words)[0] == 0
     before = (tmp_path / "new" / "folder" / "basic_cnn-fp32.safetensors").read_bytes()
     monkeypatch.setattr(export_job, "open_safetensors", open_noise)
-    assert run_export(monkeypatch, *words) == 1
+    assert call("export", *words)[0] == 1
     assert (tmp_path / "new" / "folder" / "basic_cnn-fp32.safetensors").read_bytes() == before
 
 
-def test_a_network_that_cannot_be_traced_or_is_too_large_is_one_line(run_folder, monkeypatch, capsys, tmp_path):
+def test_a_network_that_cannot_be_traced_or_is_too_large_is_one_line(run_folder, monkeypatch, tmp_path):
     with pytest.raises(UserError, match="cannot trace this network: no such thing"), tracing():
         raise RuntimeError("no such thing\nand a page of it")
     monkeypatch.setattr(onnx_format, "MAX_BYTES", 10**6)
-    assert run_export(monkeypatch, run_folder, "--format", "onnx", "--output", tmp_path / "out") == 2
-    assert "an ONNX file can hold" in capsys.readouterr().err
+    code, _, error = call("export", run_folder, "--format", "onnx", "--output", tmp_path / "out")
+    assert code == 2
+    assert "an ONNX file can hold" in error
     assert os.listdir(tmp_path) == []

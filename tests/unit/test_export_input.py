@@ -7,10 +7,9 @@ import json
 import os
 
 import pytest
-import torch
-from exports import IMAGE_SIZE, run_export, save_run
+from exports import IMAGE_SIZE, save_new_run
 
-from tests.kit import new_model
+from tests.kit import call
 from zerovision.delivery.export.output_folder import unfinished_files
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
@@ -18,53 +17,47 @@ from zerovision.training.data import DataOptions, load_data
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    torch.manual_seed(0)
-    built = new_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
-    data = load_data(DataOptions(image_size=IMAGE_SIZE))
-    return save_run(tmp_path_factory.mktemp("runs") / "digits", built, data)
+    return save_new_run(tmp_path_factory.mktemp("runs") / "digits", load_data(DataOptions(image_size=IMAGE_SIZE)))
 
 
 def files_below(folder):
     return sorted(path for path in folder.rglob("*"))
 
 
-def one_line(monkeypatch, capsys, folder, *words):
+def one_line(folder, *words):
     """Run the command, see that it is refused and leaves `folder` as it was, and return the line."""
     before = files_below(folder)
-    assert run_export(monkeypatch, *words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("export: ")
-    assert captured.err.count("\n") == 1
+    code, out, err = call("export", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("export: ")
     assert files_below(folder) == before
-    return captured.err
+    return err
 
 
-def test_files_that_are_no_model(run_folder, monkeypatch, capsys, tmp_path):
+def test_files_that_are_no_model(run_folder, tmp_path):
     words = ("--format", "onnx")
     content = (run_folder / "model.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(content[: len(content) // 2])
-    assert "cannot be read" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "cut.safetensors", *words)
+    assert "cannot be read" in one_line(tmp_path, tmp_path / "cut.safetensors", *words)
     (tmp_path / "whole.safetensors").write_bytes(content)
-    assert "add --data" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "whole.safetensors", *words)
+    assert "add --data" in one_line(tmp_path, tmp_path / "whole.safetensors", *words)
 
 
-def test_a_folder_with_another_models_preprocessing(run_folder, monkeypatch, capsys, tmp_path):
+def test_a_folder_with_another_models_preprocessing(run_folder, tmp_path):
     words = (run_folder, "--format", "safetensors", "--output", tmp_path, "--max-accuracy-loss", "100")
-    assert run_export(monkeypatch, *words) == 0
-    capsys.readouterr()
+    assert call("export", *words)[0] == 0
     use = json.loads((tmp_path / "preprocessing.json").read_text())
     (tmp_path / "preprocessing.json").write_text(json.dumps({**use, "class_names": ["cat", "dog"]}))
-    assert "use another --output" in one_line(monkeypatch, capsys, tmp_path, *words)
+    assert "use another --output" in one_line(tmp_path, *words)
 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
     [("safetensors", "fp32"), pytest.param("torch-export", "fp32", marks=pytest.mark.slow), ("onnx", "int8")],
 )
-def test_a_full_disk(name, precision, run_folder, small_disk, monkeypatch, capsys):
+def test_a_full_disk(name, precision, run_folder, small_disk):
     words = ("--format", name, "--precision", precision, "--output", small_disk / "new", "--check-images", "4")
-    line = one_line(monkeypatch, capsys, small_disk, run_folder, *words)
+    line = one_line(small_disk, run_folder, *words)
     assert "cannot write to" in line
     assert "No space left on device" in line
     assert os.listdir(small_disk) == []

@@ -10,10 +10,10 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from exports import held_out, run_export, save_run
+from exports import held_out, save_run
 from onnx import numpy_helper
 
-from tests.kit import ROUNDING, assert_same_but_rounding
+from tests.kit import ROUNDING, assert_same_but_rounding, call
 
 WORDS = ("--format", "onnx", "--precision", "int8")
 
@@ -46,10 +46,11 @@ def stored_integers(model):
     return found
 
 
-def test_int8_keeps_accuracy_in_a_quarter_of_the_size(trained, monkeypatch, capsys, tmp_path):
+def test_int8_keeps_accuracy_in_a_quarter_of_the_size(trained, tmp_path):
     built, data = trained
     folder = save_run(tmp_path / "digits", built, data)
-    assert run_export(monkeypatch, folder, *WORDS) == 0
+    code, said, _ = call("export", folder, *WORDS)
+    assert code == 0
     file = folder / "export" / "basic_cnn-int8.onnx"
     model = onnx.load(file)
     onnx.checker.check_model(model, full_check=True)
@@ -71,7 +72,6 @@ def test_int8_keeps_accuracy_in_a_quarter_of_the_size(trained, monkeypatch, caps
             assert scale.size == len(original)  # one per output channel
             assert (np.abs(values - original) <= scale / 2 * 1.001).all()
 
-    said = capsys.readouterr().out
     rows = {
         row[0]: row[1:]
         for row in re.findall(r"^ *(fp32|int8) +([\d.]+) % +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)", said, re.M)
@@ -105,15 +105,15 @@ def spoiled(built, *pairs):
     return built
 
 
-def test_int8_is_refused_with_what_it_loses(trained, monkeypatch, capsys, tmp_path):
+def test_int8_is_refused_with_what_it_loses(trained, tmp_path):
     built, data = trained
     broken = spoiled(built, ((1, 0), (1, 3)))
     images, _ = held_out(data)
     with torch.no_grad():
         assert_same_but_rounding(broken.module(images), built.module(images), 10 * ROUNDING)
     folder = save_run(tmp_path / "run", broken, data)
-    assert run_export(monkeypatch, folder, *WORDS) == 1
-    said, error = capsys.readouterr()
+    code, said, error = call("export", folder, *WORDS)
+    assert code == 1
     lost, before, after, refusal = re.fullmatch(
         r"export: not exported: int8 loses ([\d.]+) points of top-1 \(([\d.]+) % -> ([\d.]+) % on 360 images; "
         r"95 % interval .* to .*\), (.*)\n",

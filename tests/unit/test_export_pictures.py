@@ -10,11 +10,11 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from exports import IMAGE_SIZE, lines_of, run_export, save_run
+from exports import IMAGE_SIZE, lines_of, save_run
 from PIL import Image
 from torch import nn
 
-from tests.kit import ELEMENTWISE, assert_same_but_rounding, new_model
+from tests.kit import ELEMENTWISE, assert_same_but_rounding, call, new_model
 from zerovision.delivery.calibration import PLAIN, Calibration, calibration_file
 from zerovision.delivery.export import ExportRefused
 from zerovision.delivery.export.comparison import compare_pictures
@@ -141,10 +141,10 @@ def photos(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format_name", ["onnx", "torch-export"])
-def test_a_file_answers_as_predict_by_the_lines_of_the_guide(format_name, photos, monkeypatch, capsys, tmp_path):
+def test_a_file_answers_as_predict_by_the_lines_of_the_guide(format_name, photos, tmp_path):
     run, paths = photos
     words = ("--format", format_name, "--with-preprocessing", "--output", tmp_path, "--max-accuracy-loss", "0")
-    assert run_export(monkeypatch, run, *words) == 0, capsys.readouterr().err
+    assert call("export", run, *words)[0] == 0
     assert len(os.listdir(tmp_path)) == 2, "the file and class_map.txt: all else is inside"
     ours = list(predict(run, paths, top_k=2, flip=True))
     assert {prediction.is_rejected for prediction in ours} == {False, True}

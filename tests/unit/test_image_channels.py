@@ -10,13 +10,13 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from exports import run_export, save_run
+from exports import save_run
 from made_data import class_folders, of_files
 from PIL import Image
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 
-from tests.kit import ROUNDING, assert_same_but_rounding, new_model, train
+from tests.kit import ROUNDING, assert_same_but_rounding, call, new_model, train
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
 from zerovision.models import MODELS
@@ -248,7 +248,7 @@ def test_a_step_on_arrays_of_5_channels_is_plain_pytorchs(tmp_path):
         assert worst.mode == "RGB"
 
 
-def test_grey_digits_are_evaluated_predicted_and_exported(tmp_path, monkeypatch):
+def test_grey_digits_are_evaluated_predicted_and_exported(tmp_path):
     data = load_data(DataOptions(image_size=16, image_channels=1))
     torch.manual_seed(0)
     built = new_model("basic_cnn", num_classes=10, image_size=16, image_channels=1)
@@ -267,7 +267,7 @@ def test_grey_digits_are_evaluated_predicted_and_exported(tmp_path, monkeypatch)
     for found in predict(folder, [tmp_path / f"{name}.png" for name in MODES], top_k=10):
         told = dict(zip(found.labels, found.probabilities, strict=True))
         assert_same_but_rounding([told[str(n)] for n in range(10)], logits[3].softmax(0))
-    assert run_export(monkeypatch, folder, "--output", tmp_path / "export", "--format", "onnx") == 0
+    assert call("export", folder, "--output", tmp_path / "export", "--format", "onnx")[0] == 0
     use = json.loads((tmp_path / "export" / "preprocessing.json").read_text())
     assert use["input"]["shape"] == ["batch", 1, 16, 16]
     assert use["channels"] == "L"

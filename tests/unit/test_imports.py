@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from exports import save_run
+from exports import save_new_run
 
-from tests.kit import new_model
 from zerovision.training.data import DataOptions, load_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,8 +65,7 @@ def test_a_mistyped_run_is_answered_before_the_slow_imports():
 def test_what_a_module_does_without(steps, tmp_path):
     words = ["--help"]
     if steps is HEAVY:
-        built = new_model("basic_cnn", num_classes=10, image_size=8)
-        save_run(tmp_path / "run", built, load_data(DataOptions(image_size=8)))
+        save_new_run(tmp_path / "run", load_data(DataOptions(image_size=8)))
         words = [str(tmp_path / "run" / "model.safetensors")]
     program = ["import contextlib, runpy, sys"]
     for code, forbidden in steps.items():

@@ -16,9 +16,10 @@ import torch
 
 from tests import kit
 from tests.kit import ROUNDING
+from tests.training.commands import read_metrics
 from zerovision.training import auto_learning_rate
 from zerovision.training.auto_learning_rate import HIGHEST, LOWEST, find_rate
-from zerovision.training.base.run_folder import LEARNING_RATE, METRICS
+from zerovision.training.base.run_folder import LEARNING_RATE
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.batch_transforms import Mixing
 from zerovision.training.data.reader import Batch
@@ -185,8 +186,7 @@ def test_a_trial_is_the_run_in_small(train, monkeypatch):
     folder, _ = train("auto", learning_rate="auto", **recipe)
     rate, _, losses = json.loads((folder / LEARNING_RATE).read_text())["tried"][0]
     typed, _ = train("typed", learning_rate=rate, log_every_steps=1, **recipe)
-    entries = map(json.loads, (typed / METRICS).read_text().splitlines())
-    assert losses == [entry["loss"] for entry in entries if entry["kind"] == "step"]
+    assert losses == [entry["loss"] for entry in read_metrics(typed, "step")]
 
 
 @pytest.mark.slow

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 import shlex
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -21,8 +19,7 @@ from made_runs import end, epoch
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
-from tests.kit import ALONE, new_model, save_built
-from zerovision.commands import run_command
+from tests.kit import ALONE, call, new_model, save_built
 from zerovision.delivery.calibration import calibration_file
 from zerovision.delivery.model_card import write_model_card
 from zerovision.models.sides import ImageSize, sides
@@ -267,15 +264,12 @@ def make_run(folder: Path, model: str, side: ImageSize, **preprocessing) -> Path
 
 def published(*words: object) -> tuple[int, str, str, mock.Mock]:
     """Run the script without a network: exit code, output, errors, and what the hub was asked for."""
-    hub, output, errors = mock.create_autospec(HfApi, instance=True), io.StringIO(), io.StringIO()
+    hub = mock.create_autospec(HfApi, instance=True)
     with (
         mock.patch("zerovision.delivery.publish.HfApi", return_value=hub),
         mock.patch.object(huggingface_hub, "get_token", return_value=TOKEN),
-        mock.patch("sys.argv", ["publish.py", *map(str, words)]),
-        redirect_stdout(output),
-        redirect_stderr(errors),
     ):
-        return run_command("publish"), output.getvalue(), errors.getvalue(), hub
+        return *call("publish", *words), hub
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import torch
 from exports import held_out
 from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
-from test_evaluate_predict import ROOT, call
+from test_evaluate_predict import ROOT
 
-from tests.kit import ALONE, train
+from tests.kit import ALONE, call, train
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.report.page import write_report
@@ -37,7 +37,6 @@ from zerovision.training.tasks.multilabel.labels import SeveralLabels, best_thre
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.network_interfaces import free_port
 
-__all__ = ["call"]  # a fixture
 COLOURS = ["red", "green", "blue"]
 IMAGES = 90
 
@@ -152,7 +151,7 @@ def run(tables, tmp_path_factory) -> Path:
     return train(tmp_path_factory.mktemp("logs"), **data, **settings)
 
 
-def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
+def test_a_run_is_judged_and_used(run, tables, tmp_path):
     weights = run / "model.safetensors"
     module, metadata = load_model(weights)
     thresholds = metadata["extra"]["thresholds"]

@@ -11,12 +11,12 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from exports import held_out, run_export, save_run
+from exports import held_out, save_run
 from made_data import train_loader
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from tests.kit import assert_same_but_rounding, new_model
+from tests.kit import assert_same_but_rounding, call, new_model
 from zerovision.delivery.activation_map import _as_map
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import predict
@@ -137,13 +137,13 @@ def test_operations_are_those_of_the_pixels():
     assert counts[0] == pytest.approx(2 * counts[2], rel=0.01)
 
 
-def test_a_trained_model_is_used_at_its_shape(monkeypatch, tmp_path):
+def test_a_trained_model_is_used_at_its_shape(tmp_path):
     torch.manual_seed(0)
     data = load_data(ARRAYS)
     built = new_model("basic_cnn", num_classes=10, image_size="16x24")
     run = save_run(tmp_path / "run", built, data, image_size="16x24")
     words = ("--format", "onnx", "--check-images", "8", "--output", tmp_path)
-    assert run_export(monkeypatch, run, *words) == 0
+    assert call("export", run, *words)[0] == 0
     images, labels = held_out(data)
     with torch.no_grad():
         logits = built.module.eval()(images)

@@ -12,10 +12,10 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from exports import IMAGE_SIZE, lines_of, run_export, save_run
+from exports import IMAGE_SIZE, lines_of, save_run
 from PIL import Image
 
-from tests.kit import assert_same_but_rounding, new_model
+from tests.kit import assert_same_but_rounding, call, new_model
 from zerovision.delivery.predict import predict
 from zerovision.training.checkpoint.weights import preprocess, read_metadata
 from zerovision.training.data import DataOptions, load_data
@@ -135,8 +135,8 @@ def test_the_lines_of_the_python_guide(run, pictures):
         assert names["metadata"]["class_names"][found.argmax()] == label
 
 
-def test_the_lines_for_onnxruntime_alone(run, pictures, monkeypatch, tmp_path, capsys):
-    assert run_export(monkeypatch, run, "--format", "onnx", "--output", tmp_path) == 0, capsys.readouterr().err
+def test_the_lines_for_onnxruntime_alone(run, pictures, tmp_path):
+    assert call("export", run, "--format", "onnx", "--output", tmp_path)[0] == 0
     (file,), code = tmp_path.glob("*.onnx"), lines_of("preprocessing.json onnxruntime")
     reader = ModelInput(read_metadata(run / "model.safetensors")["preprocessing"])
     levels = 255 * torch.tensor(reader.preprocessing.std)[:, None, None]
@@ -151,9 +151,9 @@ def test_the_lines_for_onnxruntime_alone(run, pictures, monkeypatch, tmp_path, c
         assert names["use"]["class_names"][found.argmax()] == label
 
 
-def test_the_lines_for_a_file_that_prepares_pictures(run, pictures, monkeypatch, tmp_path, capsys):
+def test_the_lines_for_a_file_that_prepares_pictures(run, pictures, tmp_path):
     words = ("--format", "onnx", "--with-preprocessing", "--output", tmp_path)
-    assert run_export(monkeypatch, run, *words) == 0, capsys.readouterr().err
+    assert call("export", run, *words)[0] == 0
     (file,), code = tmp_path.glob("*.onnx"), lines_of("with-preprocessing.onnx")
     for picture, (label, probabilities) in zip(pictures, wanted_from(run, pictures), strict=True):
         names = run_lines(code, picture, onnx=file)

@@ -14,8 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.kit import new_model
-from tests.unit.exports import IMAGE_SIZE, save_run
+from tests.unit.exports import save_new_run
 from tests.unit.made_data import KINDS, SPLIT, make_photos, write_csv
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.predict import Prediction, write_predictions
@@ -95,9 +94,7 @@ def test_paths_are_those_of_the_table_absolute_or_of_the_data_root(photos, tmp_p
 
 @pytest.fixture(scope="module")
 def run(photos, tmp_path_factory):
-    torch.manual_seed(0)
-    built = new_model("basic_cnn", num_classes=3, image_size=IMAGE_SIZE)
-    return save_run(tmp_path_factory.mktemp("runs") / "run", built, load(photos, **SPLIT), **SPLIT)
+    return save_new_run(tmp_path_factory.mktemp("runs") / "run", load(photos, **SPLIT), **SPLIT)
 
 
 @pytest.mark.parametrize("kind", KINDS)

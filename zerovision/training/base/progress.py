@@ -18,7 +18,7 @@ class Progress:
         best_score: the best validation score so far, where more is better; see `zerovision.training.base.points.merit`.
         best_epoch: the epoch with the best score, from 1; if several epochs have this score, the one with the lowest
             validation loss; 0 before the first evaluation.
-        best_loss: the validation loss of the best epoch; 0, the lowest possible loss, if it was not saved.
+        best_loss: the validation loss of the best epoch; 0 before the first evaluation.
         epochs_without_better: number of evaluations since the best score was first reached, for early stopping.
         skipped_steps: number of optimizer steps skipped so far because a gradient was not finite.
         bad_steps_in_row: number of steps skipped in a row up to now.
