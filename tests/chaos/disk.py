@@ -11,21 +11,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-DISK_MEGABYTES = 64
 FILLER = "chaos-filler"
 REFILL_SECONDS = 0.02
 
 
 @contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[Path]:
-    """Mount a tmpfs of 64 MB on an empty folder, and take it away at the end.
+def small_disk(path: Path, size: str = "64m") -> Iterator[Path]:
+    """Mount a tmpfs of 64 MB, or another size, on an empty folder, and take it away at the end.
 
     Raises:
         OSError: where mounting is not permitted.
     """
     path.mkdir(parents=True, exist_ok=True)
-    options = f"size={DISK_MEGABYTES}m,mode=0755"
-    command = ["mount", "-t", "tmpfs", "-o", options, "zerovision-chaos", str(path)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0755", "zerovision-chaos", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise OSError(f"cannot mount a tmpfs: {result.stderr.strip()}")

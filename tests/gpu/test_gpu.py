@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from commands import ROOT, launch, read_metrics
+from commands import ROOT, assert_success, launch, read_metrics
 from ranks import Ranks, run_ranks
 from safetensors.torch import load_file
 
@@ -94,11 +94,9 @@ def test_a_resumed_run_is_bit_identical_with_deterministic_algorithms(tmp_path):
     words = ["mobilenet", "ddp", "1", "32", "2", "--data", "fake", "--precision", "bf16", "--deterministic", "true"]
     words += ["--log-dir", str(tmp_path), "--log-every-steps", "1", "--tensorboard", "false"]
     words += ["--save-every-steps", "20", "--keep-last", "100"]
-    whole = launch(*words, "--run-name", "whole")
-    assert whole.returncode == 0, whole.stderr[-3000:]
+    assert_success(launch(*words, "--run-name", "whole"))
     middle = sorted((tmp_path / "runs" / "whole" / "checkpoints").glob("step-00000-*"))[0]
-    resumed = launch(*words, "--run-name", "resumed", "--resume", str(middle))
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert_success(launch(*words, "--run-name", "resumed", "--resume", str(middle)))
     folders = [tmp_path / "runs" / name for name in ("whole", "resumed")]
     losses = [{line["step"]: line["loss"] for line in read_metrics(folder, "step")} for folder in folders]
     assert 0 < len(losses[1]) < len(losses[0])
@@ -110,8 +108,7 @@ def test_a_resumed_run_is_bit_identical_with_deterministic_algorithms(tmp_path):
 
 def test_a_finished_run_is_judged_on_the_gpu_and_on_the_cpu(tmp_path):
     words = ["mobilenet", "ddp", "1", "32", "3", "--learning-rate", "0.004", "--tensorboard", "false"]
-    trained = launch(*words, "--run-name", "digits", "--log-dir", str(tmp_path))
-    assert trained.returncode == 0, trained.stderr[-3000:]
+    assert_success(launch(*words, "--run-name", "digits", "--log-dir", str(tmp_path)))
     run = tmp_path / "runs" / "digits"
     for line in read_metrics(run, "step"):
         assert sum(line["time_shares"].values()) == pytest.approx(1.0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine_name
-from tests.training.commands import launch, read_metrics
+from tests.training.commands import assert_success, launch, read_metrics
 
 FOLDER = Path(__file__).parent
 MODELS = {"basic_cnn": "basic_cnn", "mobilenet": "mobilenet", "ensemble": "ensemble:mobilenet,efficientnet"}
@@ -35,8 +35,7 @@ def train(model: str, engine: str, **variables: str) -> dict[str, Any]:
     words = [MODELS[model], ENGINES[engine], *sizes, "--engine", engine, *FLAGS]
     with tempfile.TemporaryDirectory() as logs:
         place = ["--log-dir", logs, "--run-name", "reference"]
-        result = launch(*words, *SILENT, *place, OMP_NUM_THREADS="1", **variables)
-        assert result.returncode == 0, result.stderr
+        assert_success(launch(*words, *SILENT, *place, OMP_NUM_THREADS="1", **variables))
         run = Path(logs) / "runs" / "reference"
         steps, (epoch,) = read_metrics(run, "step"), read_metrics(run, "epoch")
     return {

@@ -25,6 +25,7 @@ from tests.training.engine_ranks import (
     configuration,
     leaves_of,
     make_engine,
+    make_small_data,
     observed,
     of_all_stages,
     weights_of,
@@ -39,11 +40,9 @@ from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint import shards
 from zerovision.training.checkpoint.restore import TrainState, keep_frozen, restore
 from zerovision.training.checkpoint.store import choose, find_candidates
-from zerovision.training.data import DataOptions
 from zerovision.training.data.batch_transforms import BatchTransforms
-from zerovision.training.data.datasets import DatasetDefaults, DatasetPair, ImageDataset, make_dataset_pair
+from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.loader import Loader
-from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import frozen_parameters
@@ -107,12 +106,7 @@ class InfiniteGradient(torch.autograd.Function):
 
 def make_data(broken_sample: int = -1, image_channels: int = 3) -> DatasetPair:
     """45 images with a little augmentation; one of them may come out of it as NaN."""
-    generator = torch.Generator().manual_seed(5)
-    pixels = torch.randint(256, (SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
-    source = ArraySource(pixels, torch.arange(SAMPLES) % CLASSES, image_channels)
-    defaults = DatasetDefaults(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
-    names = [f"class-{number}" for number in range(CLASSES)]
-    pair = make_dataset_pair((source, source), names, defaults, DataOptions(), "fingerprint")
+    pair = make_small_data(SAMPLES, "shift", image_channels)
     if broken_sample >= 0:
         pair.train.batch_transforms = _NanInOne(pair.train, broken_sample)
     return pair

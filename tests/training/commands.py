@@ -86,6 +86,12 @@ def read_epochs(run_folder: Path) -> dict[int, tuple[float, ...]]:
     return {entry["epoch"]: tuple(entry[name] for name in names) for entry in read_metrics(run_folder, "epoch")}
 
 
+def assert_success(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """Check for exit code 0; return the result."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
 def assert_user_error(result: subprocess.CompletedProcess[str], *words: str) -> None:
     """Check for exit code 2, one line that holds the words, and no traceback."""
     assert result.returncode == 2, result.stdout + result.stderr

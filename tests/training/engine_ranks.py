@@ -489,16 +489,16 @@ def evaluation_report(world: World):
 EPOCH_SAMPLES = 37  # 2 ranks x 2 micro-steps x 8 images: a full step, and one of 5
 
 
-def make_small_data(**options: Any):
-    """37 grey images with labels, as a data set without augmentation, or with what the options of data add."""
+def make_small_data(samples: int = EPOCH_SAMPLES, augmentation: str = "none", channels: int = 3, **options: Any):
+    """37 grey images with labels, or another number, as a data set with an augmentation and these options of data."""
     from zerovision.training.data import DataOptions
     from zerovision.training.data.datasets import DatasetDefaults, make_dataset_pair
     from zerovision.training.data.reading.sources import ArraySource
 
     generator = torch.Generator().manual_seed(5)
-    pixels = torch.randint(256, (EPOCH_SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
-    source = ArraySource(pixels, torch.arange(EPOCH_SAMPLES) % CLASSES)
-    defaults = DatasetDefaults(8, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    pixels = torch.randint(256, (samples, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    source = ArraySource(pixels, torch.arange(samples) % CLASSES, channels)
+    defaults = DatasetDefaults(8, augmentation, centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
     return make_dataset_pair((source, source), names, defaults, DataOptions(**options), "fingerprint")
 

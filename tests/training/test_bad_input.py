@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from commands import ENTRY, assert_user_error, launch, run_command, train_alone, train_here
+from commands import ENTRY, assert_success, assert_user_error, launch, run_command, train_alone, train_here
 from PIL import Image
 from ranks import run_ranks
 
@@ -97,8 +97,7 @@ def test_the_share_of_skipped_images_holds_for_all_ranks_together(one_bad_image_
 def test_images_that_may_be_skipped_are_named(one_bad_image_of_each_of_two_ranks, tmp_path):
     root, paths, _ = one_bad_image_of_each_of_two_ranks
     flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs")]
-    allowed = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags, "--bad-images", "skip:0.05")
-    assert allowed.returncode == 0, allowed.stdout + allowed.stderr
+    allowed = assert_success(launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags, "--bad-images", "skip:0.05"))
     assert "2 unreadable images skipped" in allowed.stdout
     assert all(path in allowed.stdout for path in paths)
 

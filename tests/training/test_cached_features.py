@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from commands import assert_user_error, launch, read_metrics, train_here
+from commands import assert_success, assert_user_error, launch, read_metrics, train_here
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
@@ -44,11 +44,9 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
     logs = ("--log-dir", str(folder))
     model = ("--model-type", "basic_cnn", "--batch-size", "32")
-    done = train_here(*model, *DATA, *logs, "--epochs", "1", "--run-name", "source")
-    assert done.returncode == 0, done.stderr
+    assert_success(train_here(*model, *DATA, *logs, "--epochs", "1", "--run-name", "source"))
     weights = ("--weights", str(folder / "runs" / "source" / WEIGHTS))
-    done = train_here(*model, *HEAD, *logs, *weights, "--sampling", "balanced", "--run-name", "computed")
-    assert done.returncode == 0, done.stderr
+    assert_success(train_here(*model, *HEAD, *logs, *weights, "--sampling", "balanced", "--run-name", "computed"))
     return folder, (*logs, *weights, "--sampling", "balanced")
 
 
@@ -62,8 +60,7 @@ def test_a_cached_run_and_one_that_goes_on_have_the_same_bytes(source):
     """basic_cnn has BatchNorm, and dropout before its head; the last batches of its digits are padded."""
     folder, flags = source
     model = ("--model-type", "basic_cnn", "--batch-size", "32")
-    done = train_here(*model, *HEAD, *flags, *CACHED, "--run-name", "cached")
-    assert done.returncode == 0, done.stderr
+    done = assert_success(train_here(*model, *HEAD, *flags, *CACHED, "--run-name", "cached"))
     assert "1797 images went through the network once" in done.stdout
     assert "note: here the last bits" not in done.stdout
     computed, cached = (folder / "runs" / name for name in ("computed", "cached"))
@@ -76,8 +73,7 @@ def test_a_cached_run_and_one_that_goes_on_have_the_same_bytes(source):
     # From the midst of the second epoch of either run, in the other way.
     for name, features in (("computed", CACHED), ("cached", ())):
         checkpoint = ("--resume", str(folder / "runs" / name / "checkpoints" / "step-00001-0000015"))
-        done = train_here(*model, *HEAD, *flags, *features, *checkpoint, "--run-name", f"{name}-resumed")
-        assert done.returncode == 0, done.stderr
+        assert_success(train_here(*model, *HEAD, *flags, *features, *checkpoint, "--run-name", f"{name}-resumed"))
         assert (folder / "runs" / f"{name}-resumed" / WEIGHTS).read_bytes() == (computed / WEIGHTS).read_bytes()
 
 
@@ -87,8 +83,7 @@ SOLVED = (*CACHED, "--tune", "head", "--features", "cached:lbfgs", "--weight-dec
 def test_the_solved_head_is_scikit_learns(source):
     folder, flags = source
     given = ("--model-type", "basic_cnn", "--batch-size", "32", *DATA, *flags[:-2], *SOLVED)
-    done = train_here(*given, "--epochs", "9", "--run-name", "solved")
-    assert done.returncode == 0, done.stderr
+    done = assert_success(train_here(*given, "--epochs", "9", "--run-name", "solved"))
     assert "the head's optimum over 1437 images" in done.stdout
     assert "a gradient of" not in done.stdout
     run = folder / "runs" / "solved"
@@ -117,8 +112,7 @@ def test_two_ranks_solve_for_the_same_bytes(source, strategy):
     folder, flags = source
     words = (*DATA, *flags[:-2], *SOLVED, "--threads-per-rank", "1", "--run-name")
     for ranks, batch in (("1", "32"), ("2", "32")):
-        done = launch("basic_cnn", strategy, ranks, batch, "2", *words, f"solved-{strategy}-{ranks}")
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert_success(launch("basic_cnn", strategy, ranks, batch, "2", *words, f"solved-{strategy}-{ranks}"))
     one, two = ((folder / "runs" / f"solved-{strategy}-{ranks}" / WEIGHTS).read_bytes() for ranks in "12")
     assert one == two
 
@@ -130,8 +124,7 @@ def test_two_ranks_of_a_cached_run_leave_the_same_bytes(source, strategy):
     words = ("basic_cnn", strategy, "2", "16", "2", *HEAD, *flags, "--threads-per-rank", "1")
     runs = {}
     for name, features in ((f"{strategy}-2", ()), (f"{strategy}-2-cached", CACHED)):
-        done = launch(*words, *features, "--run-name", name)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert_success(launch(*words, *features, "--run-name", name))
         runs[name] = folder / "runs" / name
     computed, cached = runs.values()
     assert (cached / WEIGHTS).read_bytes() == (computed / WEIGHTS).read_bytes()
@@ -192,8 +185,7 @@ FEATURES = ("--data", "digits", "--image-size", "8", "--loss", "supcon::32")
 
 def test_a_head_makes_a_classifier_of_features(tmp_path):
     flags = ("--model-type", "basic_cnn", "--batch-size", "128", "--learning-rate", "0.003", "--log-dir", str(tmp_path))
-    done = train_here(*flags, *FEATURES, "--epochs", "2", "--run-name", "features")
-    assert done.returncode == 0, done.stderr
+    done = assert_success(train_here(*flags, *FEATURES, "--epochs", "2", "--run-name", "features"))
     run = tmp_path / "runs" / "features"
     assert max(epoch["val_top1"] for epoch in read_metrics(run, "epoch")) > 0.85
     assert json.loads((run / "evaluation" / SCORES).read_text())["top1"] > 0.85
@@ -203,8 +195,7 @@ def test_a_head_makes_a_classifier_of_features(tmp_path):
         with pytest.raises(UserError, match=r"was trained with --loss supcon and has no classifier yet"):
             use()
     head = ("--data", "digits", "--image-size", "8", "--weights", str(run / WEIGHTS), "--tune", "head")
-    done = train_here(*flags, *head, "--epochs", "3", "--learning-rate", "0.02", "--run-name", "head")
-    assert done.returncode == 0, done.stderr
+    assert_success(train_here(*flags, *head, "--epochs", "3", "--learning-rate", "0.02", "--run-name", "head"))
     assert max(epoch["val_top1"] for epoch in read_metrics(tmp_path / "runs" / "head", "epoch")) > 0.85
     assert evaluate(str(tmp_path / "runs" / "head"), verbose=False)["top1"] > 0.85
 
@@ -215,8 +206,7 @@ def test_any_number_of_ranks_leaves_the_same_file_and_scores(strategy, tmp_path)
     found = []
     for ranks in (1, 2, 4):
         words = ("basic_cnn", strategy, str(ranks), str(128 // ranks), "1", "--threads-per-rank", "1")
-        done = launch(*words, *FEATURES, "--log-dir", str(tmp_path), "--run-name", f"on-{ranks}")
-        assert done.returncode == 0, done.stderr
+        assert_success(launch(*words, *FEATURES, "--log-dir", str(tmp_path), "--run-name", f"on-{ranks}"))
         run = tmp_path / "runs" / f"on-{ranks}"
         (epoch,) = read_metrics(run, "epoch")
         scores = (epoch["val_top1"], epoch["val_loss"], epoch["train_loss"], epoch["train_top1"])

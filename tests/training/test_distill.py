@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import assert_user_error, launch, train_here
+from commands import assert_success, assert_user_error, launch, train_here
 from torch import nn
 
 from tests.kit import ALONE, new_model
@@ -28,10 +28,8 @@ def teachers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
     logs = ("--log-dir", str(folder), "--model-type", "basic_cnn", "--batch-size", "32", *DATA)
     for seed in "01":
-        done = train_here(*logs, "--epochs", "1", "--seed", seed, "--run-name", f"teacher{seed}")
-        assert done.returncode == 0, done.stderr
-    done = train_here(*logs, *STUDENT, "--teacher", "teacher0", "--run-name", "student")
-    assert done.returncode == 0, done.stderr
+        assert_success(train_here(*logs, "--epochs", "1", "--seed", seed, "--run-name", f"teacher{seed}"))
+    assert_success(train_here(*logs, *STUDENT, "--teacher", "teacher0", "--run-name", "student"))
     return folder, logs
 
 
@@ -41,15 +39,13 @@ def test_a_resumed_student_has_the_same_bytes_and_another_teacher_is_refused(tea
     checkpoint = ("--resume", str(runs / "student" / "checkpoints" / "step-00001-0000015"))
     given = (*logs, *STUDENT, *checkpoint, "--run-name", "resumed", "--teacher")
     assert_user_error(train_here(*given, "teacher1"), "was made with another teacher")
-    done = train_here(*given, str(runs / "teacher0" / WEIGHTS))  # the same one by another name
-    assert done.returncode == 0, done.stderr
+    assert_success(train_here(*given, str(runs / "teacher0" / WEIGHTS)))  # the same one by another name
     assert (runs / "resumed" / WEIGHTS).read_bytes() == (runs / "student" / WEIGHTS).read_bytes()
 
 
 def test_a_teacher_is_found_by_its_name_beside_a_run_that_gets_one(teachers):
     _, logs = teachers
-    done = train_here(*logs, "--distill", "kl:4", "--teacher", "teacher0", "--epochs", "1")
-    assert done.returncode == 0, done.stderr
+    assert_success(train_here(*logs, "--distill", "kl:4", "--teacher", "teacher0", "--epochs", "1"))
 
 
 UNCHANGED = ("--augmentation", "none", "--shift-pixels", "0", "--mixup", "0", "--teacher", "teacher0")
@@ -92,8 +88,7 @@ def test_two_ranks_leave_the_same_bytes(teachers, strategy, kept, audit):
     runs = [folder / "runs" / f"{strategy}-{name}" for name in ("1", "2", "2-resumed")]
     resume = ("--resume", str(runs[1] / "checkpoints" / "step-00000-0000030"))
     for run, more in zip(runs, (("--gradient-accumulation-steps", "2"), audit, resume), strict=True):
-        done = launch("basic_cnn", strategy, run.name.split("-")[1], "16", "2", *flags, run.name, *more)
-        assert done.returncode == 0, done.stderr
+        done = assert_success(launch("basic_cnn", strategy, run.name.split("-")[1], "16", "2", *flags, run.name, *more))
         assert (ANSWERED in done.stdout) == bool(kept)
         assert "computed wrong" not in done.stdout
     found = [(run / WEIGHTS).read_bytes() for run in runs]
@@ -127,8 +122,7 @@ def test_a_step_is_that_of_a_plain_loop(teachers, monkeypatch):
     plain += ("--schedule", "constant", "--warmup-epochs", "0", "--learning-rate", "0.05", "--dropout", "0")
     start = ("--weights", str(folder / "runs" / "teacher1" / WEIGHTS))
     student = (*logs, *plain, *start, *STUDENT, "--epochs", "1", "--label-smoothing", "0", "--batch-size", "720")
-    done = train_here(*student, "--teacher", "teacher0", "--run-name", "plain")
-    assert done.returncode == 0, done.stderr
+    assert_success(train_here(*student, "--teacher", "teacher0", "--run-name", "plain"))
     module, first = (load_model(folder / "runs" / "teacher1" / WEIGHTS)[0].train() for _ in range(2))
     teacher, _ = load_model(folder / "runs" / "teacher0" / WEIGHTS)
     for dropout in (each for each in module.modules() if isinstance(each, nn.Dropout)):
@@ -201,8 +195,7 @@ def test_the_classes_of_published_weights_are_told_by_name(teachers, published, 
     assert_user_error(train_here(*given, "--teacher-classes", str(tmp_path)), "cannot be read")
     published(10)
     names.write_text("".join(f"{n}\n" for n in range(10)))
-    done = train_here(*given, "--teacher-classes", str(names))
-    assert done.returncode == 0, done.stderr
+    done = assert_success(train_here(*given, "--teacher-classes", str(names)))
     told = "--teacher timm:test_resnet was trained on images resized by bicubic, here by bilinear (--interpolation)"
     assert done.stdout.count(told) == 1
 

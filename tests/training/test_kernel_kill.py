@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.training.commands import read_metrics, run_command
+from tests.training.commands import assert_success, read_metrics, run_command
 from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 
 pytestmark = pytest.mark.slow
@@ -66,8 +66,7 @@ def starter_goes_first(group: Path) -> Iterator[None]:
 
 
 def test_the_starter_of_the_ranks_counts_too(group, starter_goes_first, tmp_path):
-    result = launch_in(group, tmp_path, "adapt")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = assert_success(launch_in(group, tmp_path, "adapt"))
     said = "the launcher was ended by SIGKILL, the kernel's, because memory ran out: starting again with --batch-size="
     assert said in result.stderr
     assert read_metrics(tmp_path / "runs/run", "epoch")

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from commands import ENTRY, read_metrics, run_command, train_here
+from commands import ENTRY, assert_success, read_metrics, run_command, train_here
 from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
@@ -71,8 +71,7 @@ def train_two_ranks(entry, members, images, logs, *words):
     launcher += ["--nproc_per_node=2", f"--master_port={free_port()}"]
     # vgg's tensors are large: without these glibc gives them back to the kernel after every step.
     malloc = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
-    result = run_command(*launcher, entry, *flags, *words, OMP_NUM_THREADS="1", **malloc)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+    assert_success(run_command(*launcher, entry, *flags, *words, OMP_NUM_THREADS="1", **malloc))
     return logs / "runs"
 
 
@@ -167,8 +166,7 @@ OF_MESHES = (
 def one_rank(tmp_path_factory):
     """The weights that one rank trains from the images of two pipelines or groups of two micro-batches each."""
     logs = tmp_path_factory.mktemp("one")
-    result = train_here(*OF_MESHES, "--gradient-accumulation-steps", "4", "--log-dir", str(logs))
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert_success(train_here(*OF_MESHES, "--gradient-accumulation-steps", "4", "--log-dir", str(logs)))
     return load_file(logs / "runs" / "r" / "model.safetensors")
 
 
@@ -178,8 +176,7 @@ def one_rank(tmp_path_factory):
 def test_meshes_under_other_launchers(launcher, flag, one_rank, tmp_path):
     count, port = STARTS[launcher]
     words = [launcher, count, f"{port}={free_port()}", ENTRY, *OF_MESHES, flag, "2", "--log-dir", str(tmp_path)]
-    result = run_command(*words, "--gradient-accumulation-steps", "2", OMP_NUM_THREADS="1")
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    result = assert_success(run_command(*words, "--gradient-accumulation-steps", "2", OMP_NUM_THREADS="1"))
     assert "global batch 200 = 50 per group of 2 CPU ranks x 2 groups x 2 accumulation steps" in result.stdout
     found = load_file(tmp_path / "runs" / "r" / "model.safetensors")
     assert_same_but_rounding(found, one_rank, MESHES[flag])
@@ -190,8 +187,7 @@ def test_adapters_of_stages_are_exported_merged(tmp_path):
     """The run of a pipeline and its export have the bytes of one rank: adapters are gone, what they learned is not."""
     start = save_start(tmp_path / "start.safetensors", "timm:test_vit", 10)
     flags = (*OF_MESHES, "--tune", "lora:2", "--weights", str(start), "--gradient-accumulation-steps", "4", "--log-dir")
-    done = train_here(*flags, str(tmp_path / "one"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_success(train_here(*flags, str(tmp_path / "one")))
     launcher = ("torchrun", "--nproc-per-node=2", f"--master-port={free_port()}", ENTRY)
     done = run_command(*launcher, *flags, str(tmp_path / "two"), "--pipeline-parallel", "2", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

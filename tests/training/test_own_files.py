@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import command_here, launch, train_here
+from commands import assert_success, command_here, launch, train_here
 
 from zerovision.training.base import plugins
 from zerovision.training.checkpoint.weights import read_metadata
@@ -31,8 +31,7 @@ def evaluate(*words: str):
 def test_network_loss_and_logger_of_own_files_are_trained_and_evaluated(tmp_path):
     files = of("own_network", "own_logger", "own_loss")
     flags = f"{SMALL} --learning-rate 0.01 --loss focal --loggers csv --log-dir {tmp_path} --run-name run".split()
-    result = launch("patches", "ddp", "2", "16", "2", *flags, *files)
-    assert result.returncode == 0, result.stderr
+    assert_success(launch("patches", "ddp", "2", "16", "2", *flags, *files))
     run = tmp_path / "runs" / "run"
     best = json.loads((run / "evaluation" / "scores.json").read_text())
     lines = list(csv.reader((run / "epochs.csv").open()))
@@ -43,8 +42,7 @@ def test_network_loss_and_logger_of_own_files_are_trained_and_evaluated(tmp_path
         assert refused.returncode == 2
         assert "--plugin 'own_network.py', which is never loaded automatically: add --plugin FILE." in refused.stderr
         assert refused.stderr.count("\n") == 1
-    again = evaluate(str(run), *files, "--output", str(tmp_path / "again"))
-    assert again.returncode == 0, again.stderr
+    assert_success(evaluate(str(run), *files, "--output", str(tmp_path / "again")))
     assert json.loads((tmp_path / "again" / "scores.json").read_text())["top1"] == best["top1"]
 
 
@@ -56,8 +54,7 @@ def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_
     for name, epochs in (("one", 2), ("two", 1)):
         assert train_here(*alone, *flags, f"--run-name={name}", f"--epochs={epochs}").returncode == 0
     more = ("--run-name=two", "--workers=0", "--resume=auto")
-    result = launch("basic_cnn", "ddp", "2", "16", "2", *flags, *more)
-    assert result.returncode == 0, result.stderr
+    result = assert_success(launch("basic_cnn", "ddp", "2", "16", "2", *flags, *more))
     assert "resuming from" in result.stdout
     one, two = (tmp_path / "runs" / name / "model.safetensors" for name in ("one", "two"))
     assert read_metadata(one)["extra"]["epoch"] == 2

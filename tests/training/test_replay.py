@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import assert_user_error, command_here, launch, read_metrics, train_here
+from commands import assert_success, assert_user_error, command_here, launch, read_metrics, train_here
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -33,8 +33,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 def run(tmp_path_factory) -> Path:
     logs = tmp_path_factory.mktemp("replayed")
     words = ("basic_cnn", "ddp", "2", "100", "2", *FLAGS, *PLAIN, *LOGGED, *QUIET, "--audit", "1")
-    result = launch(*words, "--run-name", "two", "--log-dir", str(logs))
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert_success(launch(*words, "--run-name", "two", "--log-dir", str(logs)))
     return logs / "runs" / "two"
 
 
@@ -97,14 +96,12 @@ def test_a_step_without_a_checkpoint_is_trained_from_the_seed(run, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(run, bare)
     shutil.rmtree(bare / "checkpoints")
-    result = command_here("replay", str(bare), "--step", str(STEPS_PER_EPOCH + 2))
-    assert result.returncode == 0, result.stderr
+    result = assert_success(command_here("replay", str(bare), "--step", str(STEPS_PER_EPOCH + 2)))
     assert f"step {STEPS_PER_EPOCH + 2}, from the seed: loss " in result.stdout
     assert f"step {STEPS_PER_EPOCH + 2}: the same bytes as in the run\n" in result.stdout
     lines = (bare / "metrics.jsonl").read_text().splitlines()
     (bare / "metrics.jsonl").write_text("\n".join(line for line in lines if '"hashes"' not in line) + "\n")
-    result = command_here("replay", str(bare), "--step", "1")
-    assert result.returncode == 0, result.stderr
+    result = assert_success(command_here("replay", str(bare), "--step", "1"))
     assert "step 1: the run has no hashes of this step" in result.stdout
 
 
@@ -142,8 +139,6 @@ VARIANTS = {
 def test_whatever_a_step_consists_of(variant, tmp_path):
     words = ("--model-type", "basic_cnn", "--batch-size", "100", "--epochs", "2", *FLAGS, *LOGGED, *QUIET)
     words += () if "--global-batch" in VARIANTS[variant] else ("--gradient-accumulation-steps", "2")
-    result = train_here(*words, *VARIANTS[variant], "--run-name", "one", "--log-dir", str(tmp_path))
-    assert result.returncode == 0, result.stdout + result.stderr
-    result = command_here("replay", str(tmp_path / "runs" / "one"), "--step", str(STEPS_PER_EPOCH + 4))
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert_success(train_here(*words, *VARIANTS[variant], "--run-name", "one", "--log-dir", str(tmp_path)))
+    result = assert_success(command_here("replay", str(tmp_path / "runs" / "one"), "--step", str(STEPS_PER_EPOCH + 4)))
     assert f"step {STEPS_PER_EPOCH + 4}: the same bytes as in the run\n" in result.stdout

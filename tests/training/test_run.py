@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import read_metrics, run_command, train_alone, train_here
+from commands import assert_success, read_metrics, run_command, train_alone, train_here
 from PIL import Image
 from ranks import free_port
 from safetensors.torch import save_file
@@ -47,8 +47,7 @@ def trained(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     words = ["basic_cnn", "ddp", "2", "16", str(EPOCHS), "--learning-rate", "0.004", "--deterministic"]
     words += ["--image-size", str(DATA.image_size), "--run-name", "digits", "--log-dir", str(logs)]
-    result = run_command("bash", "-c", 'cd scripts && bash launch_distributed.sh "$@"', "-", *words)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = assert_success(run_command("bash", "-c", 'cd scripts && bash launch_distributed.sh "$@"', "-", *words))
     return logs, result
 
 
@@ -224,8 +223,7 @@ def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(tmp_path, monk
     flags += ["--report", "false", "--tensorboard", "false"]
     states = [network.state_dict()]
     for head_epochs in (2, 1):
-        result = train_here(*flags, "--head-epochs", str(head_epochs), "--run-name", f"head{head_epochs}")
-        assert result.returncode == 0, result.stderr
+        assert_success(train_here(*flags, "--head-epochs", str(head_epochs), "--run-name", f"head{head_epochs}"))
         states.append(load_last(tmp_path / "runs" / f"head{head_epochs}"))
     # The optimizer has begun anew with the backbone.
     manifests = [read_manifest(last_checkpoint(tmp_path / "runs" / name)) for name in ("head2", "head1")]
@@ -280,8 +278,7 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
     flags += ["--epochs", "30"]
     flags += ["--learning-rate", "1e-9", "--early-stopping-patience", "2", "--warmup-epochs", "0", "--best-by", "auroc"]
     flags += ["--deepspeed-config", str(tmp_path / "ds.json")]
-    result = train_here(*flags, "--run-name", "r", "--log-dir", str(tmp_path))
-    assert result.returncode == 0, result.stderr
+    result = assert_success(train_here(*flags, "--run-name", "r", "--log-dir", str(tmp_path)))
     epochs = read_metrics(tmp_path / "runs" / "r", "epoch")
     best = max(range(len(epochs)), key=lambda number: epochs[number]["score"])
     assert len(epochs) == best + 1 + 2 < 30
@@ -308,8 +305,7 @@ def test_an_automatic_learning_rate_under_deepspeed(strategy, tmp_path):
     flags += ["--learning-rate", "auto", "--strategy", strategy, "--tensorboard", "false", "--log-dir", str(tmp_path)]
     losses = []
     for engine in ("deepspeed", "torch"):
-        result = train_alone(*flags, "--engine", engine, "--run-name", engine)
-        assert result.returncode == 0, result.stderr
+        assert_success(train_alone(*flags, "--engine", engine, "--run-name", engine))
         folder = tmp_path / "runs" / engine
         found = json.loads((folder / LEARNING_RATE).read_text())
         assert json.loads((folder / "config.json").read_text())["learning_rate"] == found["suggested"]

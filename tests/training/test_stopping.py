@@ -18,7 +18,7 @@ import time
 
 import psutil
 import pytest
-from commands import ROOT, environment, launch, read_metrics, train_here
+from commands import ROOT, assert_success, environment, launch, read_metrics, train_here
 
 import zerovision
 from zerovision.launch.local_ranks import RANK_NAME
@@ -147,8 +147,7 @@ def train_on_one_rank(logs, name, *flags):
     """The same training in this process, with two accumulation steps in the place of two ranks: output, bytes left."""
     words = ["--model-type", MODEL, "--strategy", WORDS[1], "--batch-size", WORDS[3], "--epochs", WORDS[4]]
     words += ["--gradient-accumulation-steps", "2", *FLAGS, "--run-name", name, "--log-dir", str(logs)]
-    result = train_here(*words, *flags)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = assert_success(train_here(*words, *flags))
     return result.stdout, bytes_left(logs / "runs" / name)
 
 

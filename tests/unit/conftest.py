@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.chaos import disk
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,14 +23,20 @@ def one_thread():
 @pytest.fixture
 def small_disk(tmp_path):
     """A tmpfs of 64 KiB; skips where mounting is not permitted."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "zerovision-test", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {result.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+    if why := disk.why_no_disk():
+        pytest.skip(why)
+    with disk.small_disk(tmp_path / "disk", "64k") as path:
+        yield path
+
+
+@pytest.fixture
+def group():
+    """The process group of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture

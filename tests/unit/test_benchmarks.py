@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -164,15 +163,7 @@ def test_fsdp2_shards_the_blocks_of_timms_networks():
         assert len(found) == count, (model_type, [type(block).__name__ for block in found])
 
 
-@pytest.fixture
-def alone():
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_the_loops_by_hand_train_alike(alone, monkeypatch):
+def test_the_loops_by_hand_train_alike(group, monkeypatch):
     """DDP, tuned or not, and FSDP2 against a plain loop: the same weights after three steps, up to rounding."""
     job = Job("timm:test_resnet", batch_size=4)
     batches = [(torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0)), torch.arange(4))] * 3

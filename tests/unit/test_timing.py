@@ -140,13 +140,6 @@ def test_a_stream_is_read_when_asked_and_its_events_are_used_again():
     assert Event.made < 1000
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def deepspeed_backend():
     return TimedBackend(mock.Mock(wraps=dist, spec=TimedBackend.COLLECTIVES))
 
