@@ -29,7 +29,7 @@ ROOMS = {  # limit and end
     "zerovision/launch": (2516, 1800),
     "zerovision/planning": (1225, 1000),
     "zerovision/delivery": (3177, 2400),
-    "zerovision/extras": (1479, 1300),
+    "zerovision/extras": (1478, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts
 

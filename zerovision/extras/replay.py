@@ -53,7 +53,7 @@ class WatchedStep:
 
     Attributes:
         number: number of the recorded step in the run, counted from 1.
-        context: context of the replay.
+        run: the run of the replay.
         before, after: parameters before and after the step, by name, float32 in CPU memory.
         gradients: gradients of the trained parameters, before clipping.
         seen: each micro-batch, with images as the network saw them, and the losses of these images, [B].
@@ -61,7 +61,7 @@ class WatchedStep:
     """
 
     number: int
-    context: Run
+    run: Run
     before: dict[str, torch.Tensor] = field(default_factory=dict)
     after: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -70,8 +70,8 @@ class WatchedStep:
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `zerovision.training.engines.engine.Step`."""
-        if self.context.position != self.number - 1:
-            return self.context.step(engine, given)
+        if self.run.position != self.number - 1:
+            return self.run.step(engine, given)
         scale = 1.0 if engine.engine.loss_scale is None else engine.engine.loss_scale.value
 
         def keep(batch: Batch, losses: torch.Tensor, logits: torch.Tensor, *more: torch.Tensor) -> None:
@@ -87,18 +87,17 @@ class WatchedStep:
         trained = [(name, one) for name, one in engine.engine.module.named_parameters() if one.requires_grad]
         for name, parameter in trained:
             parameter.register_hook(partial(add, name=name))  # called once for each leaf
-        self.context.start.stop.request(signal.SIGINT)
-        return self.context.step(engine, given._replace(note=keep))
+        self.run.start.stop.request(signal.SIGINT)
+        return self.run.step(engine, given._replace(note=keep))
 
     @functools.cached_property
     def hasher(self) -> StepHashes:
         """The object that hashes only the recorded step."""
-        context = self.context
-        return StepHashes(1, context.world, context.plan.leaves, context.state.engine, Loggers([]))
+        return StepHashes(1, self.run.world, self.run.plan.leaves, self.run.state.engine, Loggers([]))
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the current parameters by name."""
-        return hashed_parameters(self.context.state.engine, self.context.world)
+        return hashed_parameters(self.run.state.engine, self.run.world)
 
 
 def run(settings: ReplaySettings) -> int:
@@ -140,8 +139,8 @@ def replay(run: Path, number: int) -> WatchedStep:
     config = dataclasses.replace(config, **whole, **quiet, resume=resume, gradient_accumulation_steps=leaves)
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         alone = dataclasses.replace(config, log_dir=folder, run_name="replay")
-        with contextlib.closing(set_up(alone, start_world(deterministic=config.deterministic))) as context:
-            watched = WatchedStep(number, context)
+        with contextlib.closing(set_up(alone, start_world(deterministic=config.deterministic))) as ready:
+            watched = WatchedStep(number, ready)
             _train(watched)
     return watched
 
@@ -166,7 +165,7 @@ def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
 
 def _train(watched: WatchedStep) -> None:
     """Train through the recorded step as the run did, but without evaluations, which do not affect training steps."""
-    run = dataclasses.replace(watched.context, loggers=Loggers([]), step=watched)
+    run = dataclasses.replace(watched.run, loggers=Loggers([]), step=watched)
     state, found = run.state, run.start.found
     if found is not None:
         restore(found, state, run.world)
@@ -185,7 +184,7 @@ def _train(watched: WatchedStep) -> None:
 
 def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) -> Iterator[str]:
     """Write batch.png and step.json into a new folder, and yield lines to print; see `differences` for `differing`."""
-    found, layers, (samples, pictures) = watched.context.start.found, _layers(watched), _samples(watched)
+    found, layers, (samples, pictures) = watched.run.start.found, _layers(watched), _samples(watched)
     counted = [one for one in samples if one["weight"]]
     loss = sum(one["weight"] * one["loss"] for one in counted) / max(sum(one["weight"] for one in counted), 1)
     start, verdict = found.path.name if found else "the seed", "the same bytes as in the run"
@@ -217,7 +216,7 @@ def differences(watched: WatchedStep, run: Path) -> list[str] | None:
 
 def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return facts and losses of all images, and pictures of the first images with captions."""
-    data = watched.context.data
+    data = watched.run.data
     samples: list[dict[str, Any]] = []
     pictures: list[Any] = []
     for batch, losses in watched.seen:

@@ -97,10 +97,10 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
     except OSError as error:  # a rank did not connect, or belongs to a different run
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    context = mistake = None
+    run = mistake = None
     try:
-        context = set_up(config, world, start)
-        exit_code = train(context, deliver)
+        run = set_up(config, world, start)
+        exit_code = train(run, deliver)
     except (UserError, RunEnded) as error:
         if raises and isinstance(error, UserError):
             mistake = error
@@ -110,12 +110,12 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
             # A launcher ends all ranks as soon as one fails, so rank 0 must print its line first.
             time.sleep(RANK_0_MESSAGE_SECONDS)
         exit_code = USER_ERROR_EXIT_CODE
-        if context is not None and isinstance(error, RunEnded):
+        if run is not None and isinstance(error, RunEnded):
             exit_code = error.exit_code
-            context.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
-            context.loggers.message(f"gave up at step {error.step}")
+            run.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
+            run.loggers.message(f"gave up at step {error.step}")
             if world.is_main:
-                _deliver(context, deliver, has_finished=False)
+                _deliver(run, deliver, has_finished=False)
     except Exception as error:
         if is_out_of_memory(error):  # the launcher ends the other ranks, and may restart them all
             print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
@@ -127,8 +127,8 @@ def _run_here(config: TrainConfig, start: Start, deliver: Deliver | None, *, rai
         print(known_failure(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1
     start.stop.close()
-    if context is not None:
-        context.close()
+    if run is not None:
+        run.close()
     stop_world()
     if mistake is not None:
         raise mistake
@@ -149,81 +149,81 @@ def set_up(config: TrainConfig, world: World, start: Start | None = None) -> Run
         return build(limit_epochs(choose_learning_rate(choose_batch_size(prepared))))
 
 
-def train(context: Run, deliver: Deliver | None = None) -> int:
+def train(run: Run, deliver: Deliver | None = None) -> int:
     """Train until the last epoch, early stopping or a signal; return the exit code; a collective.
 
     Raises:
         RunEnded: on all ranks, if the run cannot continue.
     """
-    config, world, state, start = context.config, context.world, context.state, context.start
-    _restore_state(context)
-    context = dataclasses.replace(context, clock=start_clock(world.device))
-    context, saver = watched(context, saved_identity(context))
-    with removed_if_refused(context.folder):
+    config, world, state, start = run.config, run.world, run.state, run.start
+    _restore_state(run)
+    run = dataclasses.replace(run, clock=start_clock(world.device))
+    run, saver = watched(run, saved_identity(run))
+    with removed_if_refused(run.folder):
         no_room = saver.check_room(is_new=start.found is None and not start.origin.restarts)
-    announce_start(context)
+    announce_start(run)
     if no_room:
-        context.loggers.message(f"note: {no_room}")
-    start.heartbeat.beat("first step", context.position, allowed_s=SLOW_PHASE * config.hang_timeout)
+        run.loggers.message(f"note: {no_room}")
+    start.heartbeat.beat("first step", run.position, allowed_s=SLOW_PHASE * config.hang_timeout)
     stop_signal = start.stop.poll_now(world)
     if config.features == "cached" and not stop_signal:
-        with removed_if_refused(context.folder):
-            stop_signal = cache_features(context)
-    if not stop_signal and context.position < context.total_steps:
-        with context.clock.evaluation:
-            once = (context.readers.train, partial(forward_all, context), context.loggers.message)
-            stop_signal = context.task.before_training(*once)
-    first_position = context.position
-    with measured_communication(context.clock):
+        with removed_if_refused(run.folder):
+            stop_signal = cache_features(run)
+    if not stop_signal and run.position < run.total_steps:
+        with run.clock.evaluation:
+            once = (run.readers.train, partial(forward_all, run), run.loggers.message)
+            stop_signal = run.task.before_training(*once)
+    first_position = run.position
+    with measured_communication(run.clock):
         while state.progress.epoch < config.epochs and not stop_signal:
             without_better = state.progress.epochs_without_better
             if 0 < config.early_stopping_patience <= without_better:
                 score = SCORE_NAMES[config.best_by]
-                context.loggers.message(f"no better {score} for {without_better} epochs: stopping early")
+                run.loggers.message(f"no better {score} for {without_better} epochs: stopping early")
                 break
-            stop_signal = train_and_evaluate(context)
-        with context.clock.saving:
+            stop_signal = train_and_evaluate(run)
+        with run.clock.saving:
             saver.finish(is_stop=bool(stop_signal))
         if not stop_signal:
-            judge_test(context)
-    images = context.plan.images(first_position, context.position)
-    gauge = DeviceGauge(world, context.folder, context.model.flops)
-    announce_end(context, stop_signal, run_point(context.position, images, context.clock.seconds(), gauge, world))
+            judge_test(run)
+    images = run.plan.images(first_position, run.position)
+    gauge = DeviceGauge(world, run.folder, run.model.flops)
+    announce_end(run, stop_signal, run_point(run.position, images, run.clock.seconds(), gauge, world))
     if world.is_main:
         # Launchers send SIGTERM once another rank has exited: the handler of `stop` still catches it.
-        _deliver(context, deliver, has_finished=not stop_signal)
+        _deliver(run, deliver, has_finished=not stop_signal)
     return 128 + stop_signal if stop_signal else DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
 
 
-def _restore_state(context: Run) -> None:
+def _restore_state(run: Run) -> None:
     """Restore the state from the checkpoint that was found, unless this is a fresh start; a collective."""
-    start, loggers = context.start, context.loggers
+    start, loggers = run.start, run.loggers
     found = start.found
     for note in start.notes:
         loggers.message(note)
     if found is not None:
-        state, world, restarts = context.state, context.world, start.origin.restarts
+        state, world, restarts = run.state, run.world, start.origin.restarts
         agreed(lambda: restore(found, state, world), world)
-        progress, epochs = found.progress, context.config.epochs
+        progress, epochs = found.progress, run.config.epochs
         state.progress = progress  # without a best epoch whose weights are gone
         place = f"epoch {progress.epoch + 1}, step {progress.step + 1}"
         loggers.message(f"resuming from {found.path}: {place if progress.epoch < epochs else 'all epochs are trained'}")
         if world.is_main:
-            kept = keep_finished(context.folder, found.epochs, progress.epoch, epochs)
-            brought = bring_along(found.path, context.folder, progress.best_epoch)
+            kept = keep_finished(run.folder, found.epochs, progress.epoch, epochs)
+            brought = bring_along(found.path, run.folder, progress.best_epoch)
             for line in filter(None, (kept, brought)):
                 loggers.message(line)
-        loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": restarts})
+        loggers.event("resume", {"step": run.position, "checkpoint": found.path.name, "restarts": restarts})
     for kind, values in start.events.items():
-        loggers.event(kind, {"step": context.position} | values)
+        loggers.event(kind, {"step": run.position} | values)
 
 
-def _deliver(context: Run, deliver: Deliver | None, *, has_finished: bool) -> None:
+def _deliver(run: Run, deliver: Deliver | None, *, has_finished: bool) -> None:
     if deliver is None:
         return
     # A run in which every epoch diverged has no weights; after a return to the start of the decay, old ones may remain.
-    with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
-    sources = {name: part.source for name, part in context.data.parts.items()}
-    for line in deliver(context.folder, sources, with_card=with_card, with_report=context.config.report):
-        context.loggers.message(line)
-    context.loggers.delivered()
+    with_card = has_finished and epoch_of(run.folder.weights) == run.state.progress.best_epoch
+    sources = {name: part.source for name, part in run.data.parts.items()}
+    for line in deliver(run.folder, sources, with_card=with_card, with_report=run.config.report):
+        run.loggers.message(line)
+    run.loggers.delivered()
