@@ -88,8 +88,9 @@ def top1(run: Path) -> float:
 
 def test_two_nodes_train_what_one_machine_does(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
     """2 nodes x 2 ranks: the accuracy and, but for rounding, the weights of 1 machine with the same global batch."""
-    training = Training(hosts, shared, words(shared, ranks_per_node=2), 2, 2)
+    training = Training(hosts, shared, words(shared, "--preflight", ranks_per_node=2), 2, 2)
     assert training.end() == 0, training.text()
+    assert "0 wrong" in training.text()
     run = shared / "logs/runs" / RUN
     assert largest_difference(run, uninterrupted) < 1e-4
     assert abs(top1(run) - top1(uninterrupted)) < 0.01

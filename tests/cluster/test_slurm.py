@@ -62,8 +62,9 @@ def test_a_job_trains_wherever_gpus_are_bound(
 
 def test_a_job_with_auto_trains_with_the_strategy_and_batch_size_that_it_finds(slurm: Hosts, shared: Path) -> None:
     batch = ["--global-batch", "64"]
-    job = SlurmJob(slurm, shared, TWO_NODES, ["basic_cnn", "auto", "1", "auto", "1", *batch])
+    job = SlurmJob(slurm, shared, TWO_NODES, ["basic_cnn", "auto", "1", "auto", "1", *batch, "--preflight"])
     assert job.wait_for_state("COMPLETED", "FAILED", timeout_s=180)["JobState"] == "COMPLETED", job.output
+    assert "0 wrong" in job.output
     run = job.logs / "runs" / f"slurm-{job.number}"
     strategy, size = assert_auto_was_planned(run, job.output, ranks=2, global_batch=64)
     logs = ["--log-dir", str(shared / "again/logs"), "--run-name", RUN]
