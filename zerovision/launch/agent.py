@@ -29,12 +29,12 @@ import math
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -47,6 +47,7 @@ from zerovision.launch.process_tree import (
     launch_environment,
     launch_folder,
     remove_stale_build_locks,
+    shell_exit_code,
 )
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import UserError
@@ -103,11 +104,11 @@ class Agent:
         self._is_closed = False
         self._launch = LaunchProcesses()
         self._launcher = NodeLauncher()
-        self._folders = contextlib.ExitStack()
+        self._at_end = contextlib.ExitStack()
         self._folder: HeartbeatFolder | None = None
         self._gpus = 0  # number of GPUs that ranks may use here
         self._node_run: NodeRun | None = None
-        self._examiner: subprocess.Popen | None = None  # answers the doctor's questions
+        self._examiner: Popen | None = None  # answers the doctor's questions
         self._mark: Path | None = None  # the file that this agent has left in the log folder
         self._answers: dict[str, tuple[str, Callable[[Message], Message]]] = {
             "prepare": ("ready", self._prepare),
@@ -123,7 +124,7 @@ class Agent:
             threading.Thread(target=work, daemon=True).start()
         # The agent keeps running until the launch disconnects, even after sending "ended". Exiting with an unread
         # message would reset the connection, and the launch might miss the last answer.
-        with self._folders, contextlib.closing(self._launcher):
+        with self._at_end, contextlib.closing(self._launcher):
             while (order := self._orders.get()) is not None:
                 answer, act = self._answers[order["kind"]]
                 self._channel.send({"kind": answer, **act(order)})
@@ -171,9 +172,8 @@ class Agent:
         """Kill processes left over from an earlier start; return facts about this machine, or an error."""
         self._launch.mark = f"{order['mark']}-{self._node}"  # two node names may refer to the same machine
         self._launch.kill(spared_pid=self._launcher.pid)
-        if self._examiner:
+        if self._examiner and self._examiner.poll() is None:
             self._examiner.communicate()
-            self._examiner = None
         self._gpus = len(usable_gpus())
         remove_stale_build_locks(Path(order["environment"]["TORCH_EXTENSIONS_DIR"]))
         try:
@@ -181,7 +181,7 @@ class Agent:
             port = free_port(order["port"])
             if order["ranks"] > 1:
                 check_chosen_interfaces({**os.environ, **order["environment"]}, has_gpus=self._gpus > 0)
-            self._folder = self._folder or self._folders.enter_context(launch_folder(self._launch))
+            self._folder = self._folder or self._at_end.enter_context(launch_folder(self._launch))
         except OSError as error:
             taken = f"port {order['port']} is in use: choose another one, or leave it out to use a free one"
             return {"error": f"{error.strerror}: {error.filename}" if error.filename else taken}
@@ -197,14 +197,15 @@ class Agent:
         }
 
     def _find_out(self, order: Message) -> Message:
-        """Have a separate process answer the doctor, because its imports take memory that the ranks need."""
+        """Have a separate process answer the doctor, because its imports take memory and set variables."""
         if self._examiner is None:
             command = [sys.executable, "-u", str(LAUNCH / "machine_facts.py"), self._node]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self._examiner = subprocess.Popen(command, **pipes, text=True)  # type: ignore[call-overload]
+            self._examiner = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
+            self._at_end.callback(self._examiner.kill)
         assert self._examiner.stdout
         print(json.dumps(order), file=self._examiner.stdin, flush=True)
-        answer = self._examiner.stdout.readline() or '{"problem": "its process was killed"}'
+        if not (answer := self._examiner.stdout.readline()):  # it was killed
+            sys.exit(shell_exit_code(self._examiner.wait()))
         return {"address": self._address, **json.loads(answer)}
 
     def _leave_mark(self, order: Message) -> Message:
