@@ -32,6 +32,7 @@ from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig
 from zerovision.training.world.world import World
 
+ROOT = Path(__file__).resolve().parents[1]
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 QUIET = {"progress": "off", "report": False, "tensorboard": False}
 ROUNDING = 1e-5  # of fp32, whose unit is 6e-8: sums of some hundred terms, and a few layers or steps of them

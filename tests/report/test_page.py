@@ -18,12 +18,11 @@ from made_runs import RESTARTED, make_run
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
-from tests.kit import wait_until
+from tests.kit import ROOT, wait_until
 from zerovision.delivery.report.page import write_report
 from zerovision.extras.audit.audit import audit
 from zerovision.extras.settings import AuditSettings
 
-ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "שלום \u202e עולם", "🐈‍⬛" * 5, "n" * 300]
 FOCUSABLE = "a[href], button, summary, .canvas, .scroll[tabindex='0'], pre, .matrix td[tabindex='0']"
 

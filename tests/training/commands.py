@@ -14,10 +14,9 @@ from unittest import mock
 
 import torch
 
-from tests.kit import call
+from tests.kit import ROOT, call
 from zerovision.training.config.command_line import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRY = "scripts/train_distributed.py"
 TIMEOUT_SECONDS = 600
 

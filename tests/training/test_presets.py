@@ -6,16 +6,15 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import timm
 import yaml
 from safetensors.torch import save_file
 
+from tests.kit import ROOT
 from zerovision.training.base.settings import PRESETS
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     *("--data=fake", "--epochs=1", "--warmup-epochs=0", "--batch-size=50", "--image-size=32", "--report=false"),
     "--progressive-size=",

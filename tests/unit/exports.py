@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from tests.kit import new_model, save_built
+from tests.kit import ROOT, new_model, save_built
 from zerovision.training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 
 

@@ -8,16 +8,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 import zerovision
+from tests.kit import ROOT
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.training.run import run
 from zerovision.training.steps.carrier import Start
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "model_type": "basic_cnn",
     "image_size": 8,

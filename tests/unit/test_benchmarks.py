@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,9 +24,7 @@ from benchmarks.peers import bare_ddp, fsdp2
 from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
 from benchmarks.peers.job import Job, make_adamw, make_network, read_job, write_job
 from benchmarks.peers.ours import spoil_cache
-from tests.kit import new_model, wait_until
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.kit import ROOT, new_model, wait_until
 
 
 @pytest.mark.slow

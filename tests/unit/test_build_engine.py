@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,7 +18,7 @@ import torch
 from small_checkpoints import ALONE
 from torch import nn
 
-from tests.kit import ROUNDING
+from tests.kit import ROOT, ROUNDING
 from zerovision.models.build import BuiltModel
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError
@@ -176,7 +175,6 @@ def test_what_cannot_be_compiled_trains_as_it_is_with_a_note_or_is_one_line():
         compile_network(network, dataclasses.replace(setup, compile="on"))
 
 
-REPO_ROOT = Path(__file__).resolve().parents[2]
 COMPILES = """
 import sys
 sys.path[:0] = ["tests/unit"]
@@ -194,7 +192,7 @@ print(setup.notes, network(torch.ones(2, 3, 2, 2)).sum().item().hex())
 def test_half_a_library_of_a_compiler_that_was_killed_is_compiled_again(tmp_path):
     def compiled() -> str:
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        return subprocess.check_output([sys.executable, "-c", COMPILES], cwd=REPO_ROOT, env=environment, text=True)
+        return subprocess.check_output([sys.executable, "-c", COMPILES], cwd=ROOT, env=environment, text=True)
 
     first = compiled()
     libraries = [*tmp_path.rglob("*.so")]

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import zerovision
-from tests.kit import call
+from tests.kit import ROOT, call
 from zerovision.commands.train import TrainSettings
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.launch.arguments import read_arguments
@@ -31,7 +31,6 @@ from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.file import read_preset
 
-ROOT = Path(__file__).resolve().parents[2]
 PHOTOGRAPHS = Facts(images=3000, classes=10, rarest=200, commonest=400, side=400, has_val=True)
 SMALL = dataclasses.replace(PHOTOGRAPHS, images=2000, side=32)
 DIGITS = dataclasses.replace(SMALL, side=8, is_files=False)

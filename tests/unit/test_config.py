@@ -15,7 +15,7 @@ from typing import get_args
 
 import pytest
 
-from tests.kit import train
+from tests.kit import ROOT, train
 from zerovision.commands import train_distributed
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import write_json
@@ -36,8 +36,6 @@ from zerovision.training.config.values import (
 )
 from zerovision.training.launched_run import launch_words
 from zerovision.training.observe.new_run import run_folder
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_order_is_default_preset_file_command_line(tmp_path):

@@ -18,13 +18,12 @@ import torch
 from made_data import class_folders, train_loader
 from PIL import Image
 
-from tests.kit import train, wait_until
+from tests.kit import ROOT, train, wait_until
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reading.cache import INDEX, PIXELS, ImageCache, open_cache
 from zerovision.training.data.sampler import EvaluationPlan
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES = 24
 
 
@@ -170,7 +169,7 @@ print("done", flush=True)
 
 def start_writers(folder: Path, count: int, images: int) -> list[subprocess.Popen]:
     words = [sys.executable, "-c", WRITER, str(folder), str(images)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     writers = [subprocess.Popen(words, env=environment, text=True, **pipes) for _ in range(count)]
     for writer in writers:

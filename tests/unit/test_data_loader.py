@@ -20,7 +20,7 @@ import torch
 from made_data import class_folders, save_animation, train_loader
 from PIL import Image
 
-from tests.kit import ALONE, wait_until
+from tests.kit import ALONE, ROOT, wait_until
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import DataOptions, bad_image_share, bad_images, load_data
@@ -28,7 +28,6 @@ from zerovision.training.data.loader import Loader, automatic_workers, build_loa
 from zerovision.training.data.sampler import BatchPlan, EvaluationPlan
 from zerovision.training.world.world import World
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES_PER_CLASS = 30
 
 
@@ -313,7 +312,7 @@ if __name__ == "__main__":
 def test_workers_survive_the_signals_of_a_launcher_and_die_with_the_trainer(folder, tmp_path):
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     trainer = subprocess.Popen(
         [sys.executable, script, folder], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )

@@ -7,15 +7,14 @@ import re
 import shlex
 import subprocess
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.kit import ROOT
 from zerovision.launch.arguments import check_training, read_arguments
 
-ROOT = Path(__file__).resolve().parents[2]
 # Of the definitions of JobSet v1alpha2 and TrainJob v1alpha1 (August 2026), and of SkyPilot's: all names of each object
 # that the files have, and the types of those that they use.
 SCHEMAS = json.loads((ROOT / "tests" / "references" / "deploy_schemas.json").read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import png
+from tests.kit import ROOT, png
 from zerovision.delivery.settings import PackSettings
 from zerovision.launch import doctor
 from zerovision.launch.assess import Row
@@ -19,8 +19,6 @@ from zerovision.launch.machine_facts import data_facts
 from zerovision.launch.nodes import Nodes
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import TYPED
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def request(*arguments: str) -> Request:

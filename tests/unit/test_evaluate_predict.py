@@ -22,7 +22,7 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.kit import ROUNDING, assert_same_but_rounding, call, new_model, save_built
+from tests.kit import ROOT, ROUNDING, assert_same_but_rounding, call, new_model, save_built
 from zerovision.delivery.predict import FORMATS, Prediction, load_predictor, write_predictions
 from zerovision.delivery.settings import PredictSettings
 from zerovision.delivery.trained_model import read_run_config
@@ -37,7 +37,6 @@ from zerovision.training.config.check import check_config
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.world.network_interfaces import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [str(number) for number in range(10)]
 IMAGES, SIZE = 12, 32  # of a folder; pixels
 

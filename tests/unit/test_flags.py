@@ -11,17 +11,16 @@ import runpy
 import sys
 from argparse import Action, Namespace
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from tests.kit import ROOT
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS, part_name
 from zerovision.training.config.command_line import USUAL, OneLineParser, parse_args, training_parser
 from zerovision.training.config.values import allowed_values
 
-ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "tests" / "references" / "flags.txt"
 UPDATE = ".venv/bin/python -m tests.unit.test_flags > tests/references/flags.txt"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 from collections import Counter
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.kit import ROOT
+
 PACKAGES = (
     "models",
     "zerovision/training",

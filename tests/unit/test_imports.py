@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from exports import save_new_run
 
+from tests.kit import ROOT
 from zerovision.training.data import DataOptions, load_data
 
-ROOT = Path(__file__).resolve().parents[2]
 # What a script that takes a run is given with a mistyped name.
 OF_A_RUN = {
     "evaluate": "TYPO",

@@ -19,7 +19,7 @@ import pytest
 from test_loggers import RUN, STEP
 from test_trackers import run_folder
 
-from tests.kit import wait_until
+from tests.kit import ROOT, wait_until
 from tests.training.ranks import free_port
 from zerovision.training.base.run_folder import WEIGHTS
 from zerovision.training.config import TrainConfig
@@ -27,7 +27,6 @@ from zerovision.training.observe.loggers import tracker
 from zerovision.training.observe.loggers.tracker import TrackerLogger
 from zerovision.training.run import run
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 FILES = {"evaluation", "report", "model"}
 

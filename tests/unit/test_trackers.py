@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from test_loggers import EPOCH, RUN, STEP, full
 
-from tests.kit import train, wait_until
+from tests.kit import ROOT, train, wait_until
 from tests.training.commands import launch
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import EVALUATION, REPORT, WEIGHTS, RunFolder
@@ -25,7 +25,6 @@ from zerovision.training.observe import loggers
 from zerovision.training.observe.loggers import tracker
 from zerovision.training.observe.loggers.tracker import TrackerLogger
 
-ROOT = Path(__file__).resolve().parents[2]
 SAY = """
 import json, os, time, types
 

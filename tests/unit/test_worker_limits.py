@@ -7,15 +7,14 @@ import resource
 import subprocess
 import sys
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 
+from tests.kit import ROOT
 from zerovision.training.base.errors import UserError, known_failure
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.data import workers
 
-REPO_ROOT = Path(__file__).resolve().parents[2]
 fit = workers.fit_workers_into_memory
 Usage = namedtuple("Usage", "free")
 
@@ -47,7 +46,7 @@ def test_a_script_without_a_main_guard_runs_in_no_worker(tmp_path, start):
         "worker.start(); worker.join(); print(worker.exitcode, *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))  # noqa: E731
-    environment = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *start]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, preexec_fn=limit, capture_output=True, text=True, check=False
@@ -64,7 +63,7 @@ def test_a_worker_that_is_left_does_not_keep_the_program_from_ending():
         "left = workers.worker_context().Process(target=time.sleep, args=(600,), daemon=True)\n"
         "left.start(); time.sleep(1.0); print('the end', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
 
 
