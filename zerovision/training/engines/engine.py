@@ -184,6 +184,14 @@ class Engine(Protocol):
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a scalar loss; a collective, because an engine may reduce it here."""
 
+    def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the gradients that `backward` would add to the sums, by parameter name; only PyTorch's engine."""
+        raise TypeError(type(self))
+
+    def drop_leaf(self) -> None:
+        """Discard the first leaf of a step, between `backward` and `step`; only PyTorch's `ddp`; a collective."""
+        raise TypeError(type(self))
+
     def step(self) -> StepResult | None:
         """Count a micro-step, and update the weights after the last micro-step of an accumulation; a collective.
 

@@ -66,16 +66,11 @@ class TorchEngine(Engine):
         self._distribution.end_backward()
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the gradients that `backward` would add to the sums, by parameter name, without adding them.
-
-        This is not a collective under `ddp`.
-        """
         trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         found = torch.autograd.grad(loss * self._factor, [*trained.values()], allow_unused=True)
         return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
 
     def drop_leaf(self) -> None:
-        """Discard the first leaf of a step, after the leaf's backward pass and before `step`; a collective."""
         assert isinstance(self._distribution, Zero1)
         self._distribution.drop_leaf()
 

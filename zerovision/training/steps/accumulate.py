@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from zerovision.training.data.reader import Batch
-from zerovision.training.engines.engine import Engine, Loss, StepInput, StepResult, TimedEngine
+from zerovision.training.engines.engine import Loss, StepInput, StepResult, TimedEngine
 
 
 @dataclass(frozen=True)
@@ -16,21 +13,14 @@ class Accumulate:
 
     loss: Loss
 
-    def losses(
-        self, engine: Engine | TimedEngine, batch: Batch, loss_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the losses [B] of a micro-batch, its logits [B, classes], and the scalar [] to differentiate."""
-        logits = engine.forward(batch.images)
-        losses = self.loss(logits, batch)
-        return losses, logits, (losses * batch.weights).sum() * loss_scale
-
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `zerovision.training.engines.engine.Step`."""
         result = None
         for micro_step, batch in enumerate(given.batches):
             given.seed_leaf(micro_step)
-            losses, logits, total = self.losses(engine, batch, given.loss_scale)
-            engine.backward(total)
+            logits = engine.forward(batch.images)
+            losses = self.loss(logits, batch)
+            engine.backward((losses * batch.weights).sum() * given.loss_scale)
             result = engine.step()
             given.note(batch, losses, logits)
         return result

@@ -25,11 +25,9 @@ from zerovision.training.base.points import Loggers
 from zerovision.training.base.units import plural
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.transfer import to_device
-from zerovision.training.engines.engine import StepInput, StepResult, TimedEngine
-from zerovision.training.engines.torch_engine import TorchEngine
+from zerovision.training.engines.engine import Step, StepInput, StepResult, TimedEngine
 from zerovision.training.observe.settings import ObserveSettings
 from zerovision.training.observe.step_hashes import tensor_hash
-from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.world.collectives import copy_from_main, gather_objects
 from zerovision.training.world.world import World
 
@@ -86,12 +84,22 @@ class _Watched(TimedEngine):
         return check(found)
 
 
+class _Again(TimedEngine):
+    """An engine that hashes the gradients of a backward pass instead of accumulating them, and never updates."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.found = {name: tensor_hash(gradient) for name, gradient in self.engine.gradients(loss).items()}
+
+    def step(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Audited:
     """A step function (see `zerovision.training.engines.engine.Step`) that is checked every few steps.
 
     Attributes:
-        step: the step function to check.
+        step: the step function to check, which calls `backward` once for each micro-batch.
         every: number of optimizer steps between checks.
         world: the ranks, at least two.
         leaves_per_rank: number of micro-batches that each rank processes in a step.
@@ -101,7 +109,7 @@ class Audited:
         findings: number of findings so far, by rank.
     """
 
-    step: Accumulate
+    step: Step
     every: int
     world: World
     leaves_per_rank: int
@@ -128,22 +136,22 @@ class Audited:
         shared = self._share(first, given.loss_scale, owner)
         if shared is None:
             return self.step(engine, given)
-        (batch, owners_scale), kept, torch_engine = shared, engine.buffers.copy(), engine.engine
-        assert isinstance(torch_engine, TorchEngine)
+        (batch, owners_scale), kept = shared, engine.buffers.copy()
+        offset = (owner - self.world.rank) * self.leaves_per_rank  # of the owner's first leaf from this rank's
 
         def compute() -> Hashes:
-            given.seed_leaf((owner - self.world.rank) * self.leaves_per_rank)  # the leaf of the owner
-            loss = self.step.losses(torch_engine, batch, owners_scale)[2]
-            found = {name: tensor_hash(gradient) for name, gradient in torch_engine.gradients(loss).items()}
+            again = _Again(engine.engine, engine.clock)
+            leaf = StepInput([batch], lambda place: given.seed_leaf(place + offset), owners_scale, lambda *_: None)
+            self.step(again, leaf)
             engine.buffers.restore(kept)
-            return found
+            return again.found
 
         def check(hashes: Hashes) -> None:
             rows = gather_objects(again if self.world.rank == checker else hashes, self.world)
             if rows[owner] == rows[checker]:
                 self.loggers.event("audit", {"step": self.position() + 1, "rank": owner, "again_on": checker})
                 return
-            torch_engine.drop_leaf()
+            engine.engine.drop_leaf()
             engine.buffers.restore(kept)
             self._blame(rows, gather_objects(compute(), self.world), owner, checker)
             raise _WrongLeafError

@@ -11,7 +11,6 @@ from zerovision.training.engines.engine import Averages
 from zerovision.training.observe.observer import Observer, Observers, Seen, StepDone
 from zerovision.training.observe.sample_history import MOST_IMAGES, SampleHistory
 from zerovision.training.observe.step_hashes import StepHashes
-from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.steps.audit import Audited
 from zerovision.training.steps.carrier import Run
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
@@ -72,7 +71,6 @@ def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
     observers = [*every_step(run, guard), *_asked_for(run), Heartbeats(run.start.heartbeat), saver]
     run = dataclasses.replace(run, observers=Observers(observers, run.clock))
     if run.config.audit:
-        assert isinstance(run.step, Accumulate)
         leaves = run.plan.accumulation_steps
         step = Audited(run.step, run.config.audit, run.world, leaves, lambda: run.position, run.loggers)
         run = dataclasses.replace(run, step=step)
