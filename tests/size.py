@@ -21,7 +21,7 @@ ROOMS = {  # limit and end
     "zerovision/training/world": (606, 450),
     "zerovision/training/data": (4225, 2900),
     "zerovision/training/recipe": (601, 650),
-    "zerovision/training/engines": (3038, 2250),
+    "zerovision/training/engines": (3036, 2250),
     "zerovision/training/checkpoint": (590, 600),
     "zerovision/training/tasks": (793, 400),
     "zerovision/training/observe": (1157, 1050),

@@ -145,9 +145,8 @@ def build_engine(setup: EngineSetup, ways: Sequence[Way] = ()) -> Engine:
         ways: the run's ways to share work.
     """
     data = setup.data
-    if (
-        any(way.engine for way in ways) or setup.plan.zero_stage == 1 or data.size == 1
-    ):  # otherwise, FSDP2 moves the module block by block
+    # Otherwise, FSDP2 moves the module block by block.
+    if any(way.engine for way in ways) or setup.plan.zero_stage == 1 or data.size == 1:
         setup.module.to(data.device)
     copy_from_main([*frozen_parameters(setup.module).values()], data)
     return next(filter(None, (way.build_engine(setup) for way in ways)), None) or TorchEngine(setup)

@@ -75,8 +75,7 @@ class Updates:
         if not self._clipping and self.scale == 1.0:
             return None
         clipping = (self._clipping / (norm + 1e-6)).clamp(max=1.0) if self._clipping else torch.ones_like(norm)
-        factor = clipping / self.scale
-        return factor.nan_to_num(nan=0.0)  # if the step is skipped: zero gradients stay zero
+        return (clipping / self.scale).nan_to_num(nan=0.0)  # if the step is skipped: zero gradients stay zero
 
     def apply(self, norm: torch.Tensor, update: Callable[[], None]) -> StepResult:
         """Call `update` if the gradient is finite, count the update if it is applied, and adapt the loss scale.

@@ -259,10 +259,8 @@ class _OwnSums:
 
     def __init__(self, parts: Mapping[str, _Part], leaves: int) -> None:
         self._parameters = [part.parameter for part in parts.values()]
-        sizes, sums = (
-            [parameter.numel() for parameter in self._parameters],
-            1 + plan_segment(0, leaves, leaves).most_parked,
-        )
+        sizes = [parameter.numel() for parameter in self._parameters]
+        sums = 1 + plan_segment(0, leaves, leaves).most_parked
         rows = [torch.zeros(sum(sizes), device=self._parameters[0].device) for _ in range(sums)]
         self._sums = LeafSums(rows, 0, leaves)
         flats = zip(rows[0].split(sizes), self._parameters, strict=True)

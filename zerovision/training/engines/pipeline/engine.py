@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,6 @@ from zerovision.training.engines.pipeline.rehearsal import boundaries_at, images
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.world.collectives import agreed
-
-if TYPE_CHECKING:
-    from zerovision.training.tasks.labels import Loss
 
 SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
