@@ -20,7 +20,7 @@ from zerovision.training.checkpoint.manifest import FROZEN, Manifest, ShardFacts
 from zerovision.training.checkpoint.shards import CheckpointReader, write_frozen
 from zerovision.training.checkpoint.store import FoundCheckpoint
 from zerovision.training.engines.engine import Engine
-from zerovision.training.engines.model_buffers import AVERAGE, buffers_elsewhere
+from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import EngineState, frozen_parameters, of_first_group
 from zerovision.training.world.world import World
 
@@ -55,9 +55,10 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     try:
         reader, own = CheckpointReader(found.path, manifest), engine.state()
         buffers = reader.buffers(own.leaves, len(own.leaves) * world.data.size)
-        for name in buffers_elsewhere(engine.module):
-            buffers.pop(name, None)
-            buffers.pop(AVERAGE + name, None)
+        for name, buffer in engine.module.named_buffers():
+            if buffer.is_meta:  # in another rank's part of the model
+                buffers.pop(name, None)
+                buffers.pop(AVERAGE + name, None)
         epoch_sums = reader.epoch_sums(world.data.rank, world.data.size)
         _check_content(own, manifest, reader, buffers)
         if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():

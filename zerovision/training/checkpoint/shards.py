@@ -93,11 +93,6 @@ class Snapshot:
         for name, source in sources.items():
             self.tensors[name].copy_(source.detach(), non_blocking=True)
 
-    def wait(self) -> None:
-        """Wait until the copies are complete; called by the writing thread, not by the training thread."""
-        if self.copied is not None:
-            self.copied.synchronize()
-
 
 def _memory_for(sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return empty tensors for copies: views into a few blocks, which are pinned if the sources are on a GPU.
@@ -147,12 +142,15 @@ def _parse_key(key: str) -> tuple[str, str, tuple[int, ...]]:
 
 
 def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
-    """Write a rank's shard, and wait until it is on disk.
+    """Wait until a snapshot's copies are complete, write them as a rank's shard, and wait until it is on disk.
+
+    The writing thread calls this function, not the training thread.
 
     Raises:
         OSError, SafetensorError: if writing fails, for example on a full disk.
     """
-    snapshot.wait()
+    if snapshot.copied is not None:
+        snapshot.copied.synchronize()
     return _write(path, snapshot.tensors)
 
 
@@ -162,13 +160,11 @@ def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFac
     Raises:
         OSError, SafetensorError: if writing fails.
     """
-    return _write(
-        path,
-        {
-            box_key(WEIGHTS, name, [0] * parameter.ndim): parameter.detach().cpu().contiguous()
-            for name, parameter in parameters.items()
-        },
-    )
+    tensors = {
+        box_key(WEIGHTS, name, [0] * parameter.ndim): parameter.detach().cpu().contiguous()
+        for name, parameter in parameters.items()
+    }
+    return _write(path, tensors)
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> ShardFacts:

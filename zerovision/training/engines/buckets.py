@@ -127,14 +127,11 @@ class Bucket:
         self.buffers = make_buffers(layout.part * world.size, world, tree, sum_of_part)
         self._places = []  # views of the gradients
         for name, parameter in parameters.items():
-            weight, place = (
-                _view(flat, layout.starts[name], parameter.shape)
-                for flat in (self.buffers.weights, self.buffers.gradients)
-            )
+            weight = _view(self.buffers.weights, layout.starts[name], parameter.shape)
             if world.is_main:
                 weight.copy_(parameter.detach())
             parameter.data = weight
-            self._places.append(place)
+            self._places.append(_view(self.buffers.gradients, layout.starts[name], parameter.shape))
         self.buffers.start_from_main()
         owned = {name: parameters[name] for name, owner in layout.owners.items() if owner == world.rank}
         self._owned = {name: nn.Parameter(parameter.data) for name, parameter in owned.items()}

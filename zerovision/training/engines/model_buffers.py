@@ -21,11 +21,6 @@ ONE_LEAF = Leaves(1, 1)
 AVERAGE = "average/"  # prefix of a running average's name
 
 
-def buffers_elsewhere(module: nn.Module) -> list[str]:
-    """Return the names of buffers in other ranks' parts of the model, which have no data on this rank."""
-    return [name for name, buffer in module.named_buffers() if buffer.is_meta]
-
-
 @contextmanager
 def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore a module's buffers and mode, and the random generators, even if the block raises an error."""

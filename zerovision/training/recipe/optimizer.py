@@ -141,7 +141,8 @@ def build_optimizer(
         decay = config.weight_decay if settings[name].decays else 0.0
         is_backbone, rule = discriminative and name not in head_parameter_names, config.optimizer
         scale = settings[name].rate_scale * (config.backbone_learning_rate_scale if is_backbone else 1.0)
-        if rule in MATRIX_RULES and (name in head_parameter_names or not _is_matrix(parameter)):
+        # Muon can update matrices and convolutions that are neither depthwise nor very narrow.
+        if rule in MATRIX_RULES and (name in head_parameter_names or not muon._is_suitable_for_muon(parameter)):
             scale, rule = scale * fallback.rate_scale, fallback.name
         groups.setdefault((decay, scale, is_backbone, rule), []).append(parameter)
     by_rule: dict[str, list[dict[str, Any]]] = {}
@@ -157,13 +158,6 @@ def build_optimizer(
         )
     rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
     return rules[0] if len(rules) == 1 else Composite(rules)
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether Muon can update a parameter: a matrix or convolution, neither depthwise nor very narrow."""
-    from timm.optim.muon import _is_suitable_for_muon
-
-    return bool(_is_suitable_for_muon(parameter))
 
 
 def _build_rule(name: str, param_groups: list[dict[str, Any]], config: RecipeSettings) -> torch.optim.Optimizer:

@@ -37,11 +37,13 @@ class OneLabel:
         output: description of how logits are converted to probabilities.
         thresholds: float64 [C], the lowest probability at which each class is predicted; None if only the most probable
             class is predicted.
+        sets: float32 [S, C], the set of classes that each label stands for; None if a label is one class.
     """
 
     name: TaskName = "multiclass"
     output = "softmax over the classes"
     thresholds: np.ndarray | None = None
+    sets: torch.Tensor | None = None
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
@@ -64,7 +66,7 @@ class OneLabel:
 
     def hits(self, best: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return which of the top classes, int64 [B, k], are true for the sample, bool [B, k]."""
-        return hits_of(best, labels, None)
+        return hits_of(best, labels, self.sets)
 
     def sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample of an evaluation, float32 [B]."""
@@ -86,8 +88,8 @@ class OneLabel:
         return None
 
     def recorder(self, *, keeps_probabilities: bool = False) -> SampleRecorder:
-        """Return a recorder for the scores of an evaluation."""
-        return SampleRecorder(self, keeps_probabilities=keeps_probabilities)
+        """Return a recorder for the scores of an evaluation; with `sets`, it always keeps all probabilities."""
+        return SampleRecorder(self, keeps_probabilities=keeps_probabilities or self.sets is not None)
 
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
         """Return `scores` plus the scores that need all probabilities; for the other arguments, see `mean_areas`.

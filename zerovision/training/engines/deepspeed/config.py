@@ -138,11 +138,6 @@ CONFIG_FOLDER = REPO_ROOT / "deepspeed_configs"
 _MORE_THAN_ADVICE = {"zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"}
 
 
-def strategy_file(strategy: str) -> Path:
-    """Return the JSON file of a strategy."""
-    return CONFIG_FOLDER / f"ds_config_{strategy}.json"
-
-
 def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
     """Read and check the DeepSpeed JSON file of a strategy.
 
@@ -154,7 +149,7 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
         UserError: naming the file and the key, if the file is missing or malformed, if a key is unknown, has the wrong
             type, is `auto` or is set by a flag, or if the ZeRO stage differs from the strategy's.
     """
-    path = Path(override) if override else strategy_file(strategy)
+    path = Path(override) if override else CONFIG_FOLDER / f"ds_config_{strategy}.json"
     try:
         content = json.loads(read_small_text(path), object_pairs_hook=_no_doubles)
     except json.JSONDecodeError as error:

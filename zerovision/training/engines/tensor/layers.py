@@ -54,10 +54,8 @@ class Cut:
             if begin < end:
                 offsets = list(shard.offsets)
                 offsets[self.dimension] = first + begin - start
-                box = {
-                    kind: tensor.narrow(self.dimension, begin - low, end - begin)
-                    for kind, tensor in shard.tensors.items()
-                }
+                span = (self.dimension, begin - low, end - begin)
+                box = {kind: tensor.narrow(*span) for kind, tensor in shard.tensors.items()}
                 yield ParameterShard(shard.name, tuple(offsets), box)
             start += length
 
@@ -191,9 +189,8 @@ class _DividedDropout(nn.Module):
         shape[dimension], own = features, shape[dimension]
         is_channels_last = values.ndim > 3 and values.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if is_channels_last else torch.contiguous_format
-        drawn = F.dropout(
-            values.new_ones(shape).contiguous(memory_format=layout), self.p
-        )  # drawn in the order of memory
+        # Dropout draws in the order of memory.
+        drawn = F.dropout(values.new_ones(shape).contiguous(memory_format=layout), self.p)
         return values * drawn.narrow(dimension, first, own)
 
 

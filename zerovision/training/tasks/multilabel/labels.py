@@ -14,7 +14,7 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.tasks.class_counts import ClassCounts
 from zerovision.training.tasks.labels import Loss, OneLabel, Weighted
-from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, rows_of_all
+from zerovision.training.tasks.scores import Scores, mean_areas, rows_of_all
 from zerovision.training.tasks.settings import TaskSettings
 from zerovision.training.world.world import World
 
@@ -47,10 +47,11 @@ class SeveralLabels(OneLabel):
 
     name = MULTILABEL
     output = "sigmoid of each class"
+    sets: torch.Tensor
 
     def __init__(self, classes: int, thresholds: np.ndarray | None = None, sets: torch.Tensor | None = None) -> None:
         super().__init__(classes)
-        self.thresholds, self._sets = thresholds, torch.empty(0, classes) if sets is None else sets
+        self.thresholds, self.sets = thresholds, torch.empty(0, classes) if sets is None else sets
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
         """See `OneLabel`; labels stay the same, but the sets that they stand for use the model's class indices."""
@@ -61,19 +62,15 @@ class SeveralLabels(OneLabel):
 
     def to(self, device: torch.device) -> OneLabel:
         """See `OneLabel`."""
-        return SeveralLabels(self.num_classes, self.thresholds, self._sets.to(device))
+        return SeveralLabels(self.num_classes, self.thresholds, self.sets.to(device))
 
     def check_use(self, flags: str, why: str) -> None:
         """See `OneLabel`."""
         raise UserError(f"{flags} for one label: {why}.")
 
-    def hits(self, best: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """See `OneLabel`."""
-        return hits_of(best, labels, self._sets)
-
     def sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """See `OneLabel`."""
-        return multilabel_losses(logits, self._sets[labels])
+        return multilabel_losses(logits, self.sets[labels])
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """See `OneLabel`."""
@@ -88,14 +85,10 @@ class SeveralLabels(OneLabel):
         """See `OneLabel`."""
         return np.flatnonzero(probabilities >= self.thresholds).tolist()
 
-    def recorder(self, *, keeps_probabilities: bool = True) -> SampleRecorder:
-        """See `OneLabel`; all probabilities are always kept, and gathered on every rank at the end."""
-        return SampleRecorder(self, keeps_probabilities=True)
-
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
         """See `OneLabel`."""
         assert scores.details is not None
-        targets = self._sets.cpu()[scores.details.labels].numpy() > 0
+        targets = self.sets.cpu()[scores.details.labels].numpy() > 0
         probabilities = rows_of_all(own, world)[order].numpy()
         thresholds = best_thresholds(targets, probabilities) if self.thresholds is None else self.thresholds
         predicted = probabilities >= thresholds
