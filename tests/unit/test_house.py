@@ -122,6 +122,38 @@ def test_a_library_has_one_owner():
     assert users == OWNERS
 
 
+# Who holds the manifest of a checkpoint that is read, and what each takes from it.
+MANIFEST_READERS = {
+    "resume.py: resumed": {"config", "identity", "parameters", "progress"},
+    "checkpoint/restore.py: restore": {"applied_steps", "loss_scale", "progress"},
+    "checkpoint/restore.py: _check_content": {"parameters"},
+    "checkpoint/restore.py: keep_frozen": {"frozen"},
+    "checkpoint/shards.py: __init__": {"data_ranks", "parameters"},
+    "checkpoint/manifest.py: file_names": {"frozen", "shards"},
+    "checkpoint/manifest.py: write_manifest": set(),  # all of it
+    "checkpoint/store.py: choose": set(),  # passes it on
+    "checkpoint/store.py: commit": set(),  # passes it on
+}
+
+
+def test_one_function_takes_a_runs_settings_from_the_manifest():
+    """`resume.resumed`: beside it, only what reads and writes the files of a checkpoint."""
+    readers = {}
+    for path, _, nodes in python_files():
+        for function in (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            parts = [*ast.walk(function)]
+            attributes = [node for node in parts if isinstance(node, ast.Attribute)]
+            names = {node.arg for node in parts if isinstance(node, ast.arg)} | {node.attr for node in attributes}
+            names |= {node.id for node in parts if isinstance(node, ast.Name)}
+            words = {str(node.value) for node in parts if isinstance(node, ast.Constant)}  # getattr(found, "manifest")
+            is_held = any(node.attr == "manifest" for node in attributes) or "read_manifest" in names
+            given = [ast.unparse(node.annotation) for node in parts if isinstance(node, ast.arg) and node.annotation]
+            if is_held or "manifest" in words or any("Manifest" in annotation for annotation in given):
+                of_it = [node.attr for node in attributes if ast.unparse(node.value).split(".")[-1] == "manifest"]
+                readers[f"{path}: {function.name}".removeprefix("zerovision/training/")] = set(of_it)
+    assert readers == MANIFEST_READERS
+
+
 def test_no_rank_unpickles_what_another_sends():
     """PyTorch's collectives of objects do: `gather_objects` and `broadcast_object` take their place."""
     found = []
