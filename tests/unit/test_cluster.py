@@ -28,7 +28,7 @@ from zerovision.launch.arguments import LaunchArguments
 from zerovision.launch.cluster_run import ending_of
 from zerovision.launch.hosts import srun_command, ssh_command
 from zerovision.launch.node_run import HANG_CODE, Ending
-from zerovision.launch.nodes import Channel, Node, Nodes, Shell, is_passing
+from zerovision.launch.nodes import AGENT, Channel, Node, Nodes, Shell, is_passing
 from zerovision.launch.plan import Plan, forwarded_environment
 from zerovision.launch.process_tree import MARK
 from zerovision.launch.rendezvous import LAUNCHING, CannotStart, by_reason, differences, next_rendezvous, unshared
@@ -549,6 +549,33 @@ def test_no_thread_still_prints_an_agents_last_words_when_the_launch_ends(
     agents.close()
     assert threading.active_count() == before
     assert capsysbinary.readouterr().out == b"bye\n"
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_an_agent_whose_examiner_is_killed_ends_with_its_exit_code(is_asked: bool, tmp_path: Path) -> None:
+    """Whether it is killed over a question or between two; the launch sees that the connection ended."""
+    process = subprocess.Popen([*AGENT, "a"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin
+    assert process.stdout
+    channel = Channel(process.stdout.fileno(), process.stdin.fileno())
+    answers = (message for message in channel.messages() if message["kind"] != "beat")
+    channel.send({"kind": "mark", "folder": str(tmp_path)})
+    assert Path(next(answers)["mark"]).exists()
+    question = {"kind": "listen", "addresses": {"a": "127.0.0.1"}}
+    channel.send(question)
+    assert next(answers)["port"]
+    (examiner,) = psutil.Process(process.pid).children()
+    if is_asked:
+        examiner.suspend()
+        channel.send(question)
+        time.sleep(0.2)
+    examiner.kill()
+    if not is_asked:
+        wait_until(lambda: examiner.status() == psutil.STATUS_ZOMBIE)
+        channel.send(question)
+    assert next(answers, None) is None
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors, [*tmp_path.iterdir()]) == (128 + signal.SIGKILL, b"", [])
 
 
 def test_hosts_that_are_tried_again_and_again_leave_no_threads_behind(monkeypatch: pytest.MonkeyPatch) -> None:

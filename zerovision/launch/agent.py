@@ -105,6 +105,7 @@ class Agent:
         self._launch = LaunchProcesses()
         self._launcher = NodeLauncher()
         self._at_end = contextlib.ExitStack()
+        self._at_end.callback(self._remove_mark)
         self._folder: HeartbeatFolder | None = None
         self._gpus = 0  # number of GPUs that ranks may use here
         self._node_run: NodeRun | None = None
@@ -128,7 +129,6 @@ class Agent:
             while (order := self._orders.get()) is not None:
                 answer, act = self._answers[order["kind"]]
                 self._channel.send({"kind": answer, **act(order)})
-            self._remove_mark()
 
     def _listen(self) -> None:
         for message in self._channel.messages():
@@ -203,8 +203,9 @@ class Agent:
             self._examiner = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
             self._at_end.callback(self._examiner.kill)
         assert self._examiner.stdout
-        print(json.dumps(order), file=self._examiner.stdin, flush=True)
-        if not (answer := self._examiner.stdout.readline()):  # it was killed
+        with contextlib.suppress(BrokenPipeError):  # if it was killed, it also gives no answer
+            print(json.dumps(order), file=self._examiner.stdin, flush=True)
+        if not (answer := self._examiner.stdout.readline()):
             sys.exit(shell_exit_code(self._examiner.wait()))
         return {"address": self._address, **json.loads(answer)}
 
@@ -219,7 +220,6 @@ class Agent:
     def _remove_mark(self) -> None:
         if self._mark:
             self._mark.unlink(missing_ok=True)
-            self._mark = None
 
     def _run(self, order: Message) -> Message:
         """Start the node's ranks; return how they ended."""
