@@ -178,6 +178,14 @@ def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path):
             audit(AuditSettings(data=str(photos), fixes=str(fixes), output=str(output)))
 
 
+def test_fixes_do_not_replace_a_table_among_other_files(tmp_path):
+    for name in ("fixed.csv", "own.csv"):
+        (tmp_path / name).write_text("path,label\n")
+    with pytest.raises(UserError, match="exists and contains no audit: move it away, or use another --output folder"):
+        audit(AuditSettings(data="none", fixes="fixes.csv", output=str(tmp_path)))
+    assert (tmp_path / "fixed.csv").read_text() == "path,label\n"
+
+
 def test_weights_of_a_table_stay(photos, tmp_path):
     table = tmp_path / "list.csv"
     rows = [
