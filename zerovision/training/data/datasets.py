@@ -390,7 +390,9 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
     train = sources[0]
     notes, defaults = [*first.notes, *cache_notes], RGBA_PHOTOGRAPHS if train.channels == 4 else PHOTOGRAPHS
     if options.decode != NUMBERS and (options.cache != "off" or not (archive and archive.is_remote)):
-        notes += note_unused_range(train, options.max_megapixels * 10**6)  # do not fetch remote images just for this
+        notes += note_unused_range(
+            train.images, options.max_megapixels * 10**6
+        )  # do not fetch remote images just for this
     if options.decode == NUMBERS and len(first):
         mean, std = _statistics_of_some(train)
         defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
@@ -402,12 +404,9 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
 
 def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:
     """Return the mean and standard deviation per channel of evenly spaced images in a set; all weigh the same."""
-    most = min(
-        len(source.labels), IMAGES_OF_STATISTICS, VALUES_OF_STATISTICS // (source.channels * SIDE_OF_STATISTICS**2)
-    )
-    chosen = np.linspace(0, len(source.labels) - 1, most).astype(int)
+    most = min(IMAGES_OF_STATISTICS, VALUES_OF_STATISTICS // (source.channels * SIDE_OF_STATISTICS**2))
     shrunk = []
-    for index in chosen.tolist():
+    for index in source.images.spaced_rows(most):
         with suppress(ImageError):  # the loader reports this error
             shrunk.append(v2.functional.resize(source.read(index), [SIDE_OF_STATISTICS] * 2, antialias=True))
     return statistics(torch.stack(shrunk)) if shrunk else ([0.5], [0.5])

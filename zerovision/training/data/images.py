@@ -163,6 +163,12 @@ class Images:
         if self.archive is not None and self.archive.is_remote:
             self.archive.expect(self["file"][rows].tolist())
 
+    def spaced_rows(self, most: int = 64) -> list[int]:
+        """Return at most `most` evenly spaced rows, after starting to fetch their images if they are remote."""
+        rows: list[int] = np.linspace(0, len(self) - 1, min(len(self), most)).astype(int).tolist()
+        self.expect(rows)
+        return rows
+
     def shards(self) -> np.ndarray:
         """Return each image's shard and position in the shard, int64 [N, 2], or [0, 2] if images are separate files.
 

@@ -33,12 +33,12 @@ from zerovision.training.data.reading.decode import (
 from zerovision.training.data.reading.files import ARRAY_EXTENSION, ImageError, Refused, is_array, named
 
 if TYPE_CHECKING:
-    from zerovision.training.data.reading.sources import FileSource
+    from zerovision.training.data.images import Images
 
 FLOATS = "float32"
 SMALLEST_STD = 1e-6  # for a constant channel; no smaller value is allowed in weights files
 SMALLEST_BYTE_STD = 1e-4  # for a constant channel of bytes: the last decimal of the mean
-VALUES_AT_A_TIME = 2**22
+VALUES_AT_A_TIME = 2**22  # of which copies exist
 SMALLEST_RANGE = 1e-12  # for a constant image
 
 
@@ -73,11 +73,6 @@ def stretched(images: torch.Tensor) -> torch.Tensor:
     return (images - low) / (high - low).clamp_min(SMALLEST_RANGE)
 
 
-def pieces(channel: torch.Tensor) -> list[np.ndarray]:
-    """Split a channel [N, H, W] into arrays of about `VALUES_AT_A_TIME` values, to keep copies small."""
-    return [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
-
-
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     """Return the mean and standard deviation per channel of uint8 or float32 [N, C, H, W], as values in 0..1.
 
@@ -87,7 +82,7 @@ def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     is_bytes = images.dtype == torch.uint8
     means, stds = [], []
     for channel in images.unbind(1):
-        parts = pieces(channel)
+        parts = [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
         mean = sum(part.sum(dtype=np.float64) for part in parts) / channel.numel()
         squares = sum(np.square(np.subtract(part, mean, dtype=np.float64)).sum() for part in parts)
         std = (squares / channel.numel()) ** 0.5
@@ -100,7 +95,6 @@ def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     return means, stds
 
 
-IMAGES_LOOKED_AT = 64  # number sampled from a set
 LITTLE_OF_RANGE = 1 / 8  # 12-bit numbers in 16 bits use less than this
 _PNG_BITS = 24  # position of the bit depth in a PNG
 
@@ -142,15 +136,12 @@ def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> 
     return to_values(numbers, path)[1], numbers.shape[-1]
 
 
-def note_unused_range(source: FileSource, max_pixels: int) -> list[str]:
+def note_unused_range(images: Images, max_pixels: int) -> list[str]:
     """Return a note if sampled images with more than 8 bits use little of their range."""
-    count = len(source.labels)
-    chosen = np.linspace(0, count - 1, min(count, IMAGES_LOOKED_AT)).astype(int).tolist()
-    source.expect(chosen)
     ranges = []
-    for index in chosen:
+    for row in images.spaced_rows():
         with suppress(ImageError):  # the loader reports this error
-            ranges.append(_whole_range(source.images.content(index), max_pixels))
+            ranges.append(_whole_range(images.content(row), max_pixels))
     found = [each for each in ranges if each is not None]
     high, white = max(found, key=lambda each: each[0] / each[1], default=(0, 1))
     if not 0 < high < LITTLE_OF_RANGE * white:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from zerovision.training.base.errors import UserError
@@ -26,7 +25,6 @@ from zerovision.training.data.reading.image_numbers import BYTES, decode_numbers
 from zerovision.training.data.settings import NUMBERS
 
 CACHE_FORMAT = 4  # increased when decoding yields different pixels, or the format of the cache's files changes
-HEADERS_READ = 64
 IMAGES_CONVERTED = 1000  # per step
 UNKNOWN = 0  # digest of a file that was not read
 
@@ -215,9 +213,8 @@ def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
 
 def _sides(images: Images, max_pixels: int) -> list[tuple[int, int]]:
     """Return the heights and widths of evenly spaced images, excluding unreadable images."""
-    rows, sides = np.linspace(0, len(images) - 1, min(len(images), HEADERS_READ)).astype(int).tolist(), []
-    images.expect(rows)
-    for row in rows:
+    sides = []
+    for row in images.spaced_rows():
         with suppress(ImageError, Refused):
             sides.append(header_size(images.content(row), max_pixels))
     return sides
