@@ -13,6 +13,7 @@ choice is a function of (seed, epoch, leaf), so it is the same on any number of 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +51,6 @@ class RandomErasing:
     def __init__(self, probability: float, mode: str, size: ImageSize, seed: int, channels: int = 3) -> None:
         self._probability, self._size, self._seed = probability, size, seed
         self._noise_shape = {"const": None, "rand": (1, 1, channels), "pixel": (*sides(size), channels)}[mode]
-        self._noise_on: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
         """Erase rectangles in place.
@@ -77,20 +77,17 @@ class RandomErasing:
         if self._noise_shape is None:
             return torch.zeros((), device=start.device)
         places = start + torch.arange(math.prod(self._noise_shape), device=start.device)
-        return self._noise(start.device)[places % NOISE_LENGTH].view(-1, *self._noise_shape)
+        return _noise(self._seed, start.device)[places % NOISE_LENGTH].view(-1, *self._noise_shape)
 
-    def _noise(self, device: torch.device) -> torch.Tensor:
-        """Return fixed normal noise, float32 [NOISE_LENGTH]; drawing it for every pixel would take longer than a step.
 
-        NumPy guarantees the same numbers from `RandomState` in all versions.
-        """
-        if device not in self._noise_on:
-            noise = np.random.RandomState(self._seed).standard_normal(NOISE_LENGTH)
-            self._noise_on[device] = to_device(torch.from_numpy(noise.astype(np.float32)), device)
-        return self._noise_on[device]
+@lru_cache(maxsize=2)
+def _noise(seed: int, device: torch.device) -> torch.Tensor:
+    """Return fixed normal noise, float32 [NOISE_LENGTH]; drawing it for every pixel would take longer than a step.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_noise_on": {}}  # tensors on a GPU are not sent to worker processes
+    NumPy guarantees the same numbers from `RandomState` in all versions.
+    """
+    noise = np.random.RandomState(seed).standard_normal(NOISE_LENGTH)
+    return to_device(torch.from_numpy(noise.astype(np.float32)), device)
 
 
 def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.ndarray:
