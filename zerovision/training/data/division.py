@@ -138,8 +138,8 @@ def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndar
 def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Callable[[int], str]]:
     """Return the hash of each image's unit, and a function that returns the name of the unit.
 
-    A unit is a group, or all images with the same path, and is never divided. Images with the same name in different
-    archives are separate units.
+    A unit is a group, or all images with the same path, and is never divided. In archives, images with the same name
+    are separate units.
     """
     groups, apart = images.words["group"], np.zeros(len(rows), dtype=bool)
     alone = np.array([not name for name in groups])[images["group"][rows]]
@@ -155,14 +155,10 @@ def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Cal
             yield path if alone[place] else name_of(place)
 
     units = unit_hashes(names(), seed)
-    hashes, counts = np.unique(units, return_counts=True)
-    own = np.flatnonzero(alone & np.isin(units, hashes[counts > 1]))
-    file, place = images["file"][rows], images["place"][rows]
-    own = own[np.lexsort((place[own], file[own], units[own]))]
-    follow, before = own[1:], own[:-1]
-    are_others = (file[follow] != file[before]) | (place[follow] != place[before])
-    apart |= alone & np.isin(units, units[follow[(units[follow] == units[before]) & are_others]])
-    units[apart] = unit_hashes(map(name_of, np.flatnonzero(apart).tolist()), seed)
+    if images.archive is not None and not images.archive.is_of_files:
+        hashes, counts = np.unique(units[alone], return_counts=True)
+        apart |= alone & np.isin(units, hashes[counts > 1])
+        units[apart] = unit_hashes(map(name_of, np.flatnonzero(apart).tolist()), seed)
     return units, name_of
 
 

@@ -37,10 +37,12 @@ class Archive:
     Attributes:
         files: Paths of the files.
         is_remote: Whether the files are downloaded before they are read.
+        is_of_files: Whether each file is a single image.
     """
 
     files: Sequence[PurePath]
     is_remote = False
+    is_of_files = False
 
     def read(self, file: int, place: int, size: int) -> bytes:
         """Return the encoded image of `size` bytes at `place` in a file; see `Images`.

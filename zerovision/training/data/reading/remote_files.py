@@ -174,7 +174,7 @@ class RemoteArchive(Archive):
     is_remote = True
 
     def __init__(self, copies: Copies, archive: Archive, folder: PurePath | None = None) -> None:
-        self._copies, self._archive, self._is_of_images = copies, archive, folder is not None
+        self._copies, self._archive, self.is_of_files = copies, archive, folder is not None
         self.files = [folder] * len(copies.files) if folder else copies.files
 
     def read(self, file: int, place: int, size: int) -> bytes:
@@ -194,7 +194,7 @@ class RemoteArchive(Archive):
     def check_room(self, part: str, files: Iterable[int]) -> None:
         """See `Archive`."""
         size = sum(self._copies.states[file][0] for file in {*files})
-        if size > self._copies.max_bytes and not self._is_of_images:
+        if size > self._copies.max_bytes and not self.is_of_files:
             raise UserError(
                 f"the images of the {part} part are in {size / 1e9:.3g} GB of files, but --remote-cache-gb keeps "
                 f"{self._copies.max_bytes / 1e9:g}: raise it, or pack the data with scripts/pack.py."
