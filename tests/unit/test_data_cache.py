@@ -192,7 +192,6 @@ def whole_images(folder: Path, count: int) -> int:
             assert pixels.shape == (50, 40 + index % 7, 3)
             assert (pixels == (index * 37 + 11) % 256).all()
             found += 1
-    cache.close()
     return found
 
 

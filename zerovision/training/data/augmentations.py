@@ -85,8 +85,7 @@ class Augmentation:
     @property
     def is_none(self) -> bool:
         """Whether each image is the same in every epoch."""
-        changes = self.crop or self.shift or self.draws_globally or self.erasing
-        return self.mirror == "off" and not changes
+        return self.in_batches and self.mirror == "off" and not (self.shift or self.erasing)
 
     @property
     def in_batches(self) -> bool:

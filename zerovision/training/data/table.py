@@ -38,8 +38,7 @@ def listing(options: DataOptions) -> Images:
     Raises:
         UserError: If the table is unreadable, or a column or file is missing, or a cell is invalid.
     """
-    header, rows = csv_rows(Path(os.path.expanduser(options.data)), options)
-    return listing_of(header, rows, options)
+    return listing_of(*csv_rows(Path(os.path.expanduser(options.data)), options), options)
 
 
 def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Images:

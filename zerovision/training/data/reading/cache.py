@@ -97,11 +97,6 @@ class ImageCache:
         entry = os.pread(self._index, _ENTRY.size, index * _ENTRY.size)
         return _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else None
 
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in (self._index, self._pixels):
-            os.close(descriptor)
-
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._index, self._pixels = (os.open(self.folder / name, flags, 0o600) for name in (INDEX, PIXELS))
