@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from zerovision.launch.hosts import SHELLS
 from zerovision.training.base.run_folder import LAUNCH
 
 BEGIN = b"\x1e"  # ASCII's record separator
+MESSAGE_LINE = re.compile(rb"(\x1e[^\n]*\n)")
 READ_BYTES = 1 << 16
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # of silence, after which the other end is considered lost; unplugging a cable for 3 s is harmless
@@ -80,24 +82,19 @@ class Channel:
             if not read:
                 pass_by(waiting)
                 return
-            waiting += read
-            while waiting:
-                printed, begin, rest = waiting.partition(BEGIN)
-                if printed:
-                    pass_by(printed)
-                line, end, after = rest.partition(b"\n")
-                if not end:
-                    waiting = begin + rest
-                    break
-                waiting = after
-                try:
-                    message = json.loads(line)
-                except ValueError:
-                    message = None
+            # Printed bytes and lines with messages alternate; the last line of a message may be incomplete.
+            *complete, rest = MESSAGE_LINE.split(waiting + read)
+            printed, begin, line = rest.partition(BEGIN)
+            waiting = begin + line
+            for part in (*complete, printed):
+                message = None
+                if part.startswith(BEGIN):
+                    with contextlib.suppress(ValueError):
+                        message = json.loads(part[1:])
                 if isinstance(message, dict):
                     yield message
-                else:
-                    pass_by(begin + line + end)
+                elif part:
+                    pass_by(part)
 
 
 @dataclass
