@@ -28,6 +28,7 @@ import json
 import math
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -45,7 +46,7 @@ from zerovision.launch.process_tree import (
     HeartbeatFolder,
     LaunchProcesses,
     launch_environment,
-    launch_folder,
+    make_temporary_folder,
     remove_stale_build_locks,
     shell_exit_code,
 )
@@ -181,7 +182,9 @@ class Agent:
             port = free_port(order["port"])
             if order["ranks"] > 1:
                 check_chosen_interfaces({**os.environ, **order["environment"]}, has_gpus=self._gpus > 0)
-            self._folder = self._folder or self._at_end.enter_context(launch_folder(self._launch))
+            if not self._folder:
+                self._folder = make_temporary_folder(self._launch.mark)
+                self._at_end.callback(shutil.rmtree, self._folder.path, ignore_errors=True)
         except OSError as error:
             taken = f"port {order['port']} is in use: choose another one, or leave it out to use a free one"
             return {"error": f"{error.strerror}: {error.filename}" if error.filename else taken}

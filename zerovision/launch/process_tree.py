@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -171,36 +171,22 @@ class HeartbeatFolder:
             return ""
 
 
-@contextlib.contextmanager
-def launch_folder(launch: LaunchProcesses) -> Iterator[HeartbeatFolder]:
-    """Create the temporary folder of a launch, and remove it at the end.
-
-    Raises:
-        UserError: if no folder can be created.
-    """
-    try:
-        folder = make_temporary_folder(launch.mark)
-    except OSError as error:
-        raise UserError(f"no temporary folder: {error}. Set TMPDIR to a folder that can be written.") from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder.path, ignore_errors=True)
-
-
 def make_temporary_folder(mark: str) -> HeartbeatFolder:
     """Create the folder of the launch with this mark, and remove the folders of launches that are gone.
 
     Raises:
-        OSError, UserError: if the folder cannot be created.
+        UserError: if the folder cannot be created.
     """
     place = socket_place(f"/{PREFIX}12345678")
     if not is_as_asked(place):
         wrong = "it cannot be written, or its name is too long for sockets in it"
         print(f"note: {place} is used instead of TMPDIR: {wrong}", file=sys.stderr, flush=True)
     remove_abandoned(Path(place))
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-    lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # stays open until this process exits
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open until this process exits
+    except OSError as error:
+        raise UserError(f"no temporary folder: {error}. Set TMPDIR to a folder that can be written.") from None
     with contextlib.suppress(OSError):  # without locks or disk space, the folder is never considered abandoned
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, mark.encode())
