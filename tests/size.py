@@ -26,7 +26,7 @@ ROOMS = {  # limit and end
     "zerovision/training/tasks": (791, 400),
     "zerovision/training/observe": (1157, 1050),
     "zerovision/training": (2149, 1400),
-    "zerovision/launch": (2506, 1800),
+    "zerovision/launch": (2503, 1800),
     "zerovision/planning": (1225, 1000),
     "zerovision/delivery": (3177, 2400),
     "zerovision/extras": (1478, 1300),

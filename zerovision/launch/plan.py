@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import uuid
@@ -173,15 +174,12 @@ def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
         refuse_existing(config, folder)
     if config.resume not in ("never", "auto") or (config.resume == "auto" and folder.has_checkpoint):
         return
-    errors = []
-    for ranks in possible_ranks:
-        try:
+    wanted, *fewer = possible_ranks
+    for ranks in fewer:
+        with contextlib.suppress(UserError):
             check_division(config, ranks)
-        except UserError as error:
-            errors.append(error)
-        else:
             return
-    raise errors[0]
+    check_division(config, wanted)
 
 
 def forwarded_environment(names: Sequence[str]) -> dict[str, str]:
