@@ -27,7 +27,7 @@ ROOMS = {  # limit and end
     "zerovision/training/observe": (1157, 1050),
     "zerovision/training": (2149, 1400),
     "zerovision/launch": (2503, 1800),
-    "zerovision/planning": (1225, 1000),
+    "zerovision/planning": (1221, 1000),
     "zerovision/delivery": (3177, 2400),
     "zerovision/extras": (1478, 1300),
 }

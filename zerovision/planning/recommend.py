@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.models.sides import sides, size_of
 from zerovision.planning.machines import GPUS
 from zerovision.planning.search import Option, PlannedJob, engines_of, evaluate, fits
 from zerovision.training.base.errors import UserError
@@ -121,10 +121,6 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
     return f"it needs {need}, so no memory has to be saved"
 
 
-def _halved(size: ImageSize) -> ImageSize:
-    return size_of(*(side // 2 for side in sides(size)))
-
-
 def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
     """Return the error for a job that does not fit, with its minimum memory and the nearest GPU or size that works."""
     need, gpu = smallest.memory.peak, job.machine.gpu
@@ -134,18 +130,16 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
         if other.memory_bytes >= need and job.precision in other.precisions
     ]
     works = [f"--gpu {enough[0]}"] if enough else []
-    size = _halved(job.image_size)
     # Smaller images reduce only activations.
     is_too_large = evaluate(job, smallest.config, counts_activations=False).memory.peak > gpu.memory_bytes
-    while not is_too_large and min(sides(size)) >= SMALLEST_IMAGE:
-        config = dataclasses.replace(smallest.config, image_size=size)
-        try:
+    size = job.image_size
+    with contextlib.suppress(UserError):  # the network accepts only one size
+        while not is_too_large and min(sides(size)) >= 2 * SMALLEST_IMAGE:
+            size = size_of(*(side // 2 for side in sides(size)))
+            config = dataclasses.replace(smallest.config, image_size=size)
             if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
                 works.append(f"--image-size {size}")
                 break
-        except UserError:  # the network accepts only one size
-            break
-        size = _halved(size)
     least = f"{smallest.config.strategy}, {plural(smallest.config.micro_batch, 'image')} and all memory savings"
     return UserError(
         f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
