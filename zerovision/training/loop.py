@@ -14,7 +14,7 @@ import torch
 
 from zerovision.models.ensemble import seed_generators
 from zerovision.training.base.errors import AgreedError, UserError
-from zerovision.training.base.timing import SpanClock, mean_shares
+from zerovision.training.base.timing import mean_shares
 from zerovision.training.data.bad_images import check_bad_images
 from zerovision.training.data.loader import Batch, Loader
 from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
@@ -52,7 +52,7 @@ def train_one_epoch(run: Run, batches: Iterable[Batch]) -> EpochResult:
         RunEnded: on all ranks, if the run cannot continue.
     """
     plan, state, first_step, stop_signal = run.plan, run.state, run.state.progress.step, 0
-    waiting = SafeBatches(batches, (plan.steps_per_epoch - first_step) * plan.accumulation_steps, run, run.clock)
+    waiting = SafeBatches(batches, (plan.steps_per_epoch - first_step) * plan.accumulation_steps, run)
     engine, start, spans = TimedEngine(state.engine, run.clock), time.perf_counter(), run.clock.seconds()
     for step in range(first_step, plan.steps_per_epoch):
         position = run.position
@@ -175,11 +175,9 @@ class SafeBatches:
     error, the rank continues with empty batches of weight 0 until all ranks have agreed to stop.
     """
 
-    def __init__(self, batches: Iterable[Batch], count: int, run: Run, clock: SpanClock | None = None) -> None:
-        """Start the iteration; with a clock, the time spent waiting for batches is attributed to the span `data`."""
+    def __init__(self, batches: Iterable[Batch], count: int, run: Run) -> None:
         self._iterator: Iterator[Batch] = iter(batches)
         self._left, self._run = count, run
-        self._clock = clock or SpanClock()
         self.error: UserError | None = None
 
     @property
@@ -203,7 +201,7 @@ class SafeBatches:
         if self.error is not None:
             return self._empty_batch()
         try:
-            with self._clock.data:
+            with self._run.clock.data:
                 return next(self._iterator)
         except UserError as error:
             self.error = error

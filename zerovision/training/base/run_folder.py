@@ -82,10 +82,8 @@ class RunFolder:
 
 def shown_path(path: Path) -> str:
     """Return a path as text, relative to the current folder for a path inside it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def slug(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from zerovision.training.base.errors import UserError, one_line
+from zerovision.training.base.errors import UserError, either, one_line
 from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
@@ -180,7 +180,7 @@ def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure:
 def _divisors(number: int, most: int) -> str:
     """Return the divisors of a number up to `most`, as text."""
     values = [str(divisor) for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
-    return one_line(", ".join(values[:-1]) + f" or {values[-1]}" if len(values) > 1 else values[0])
+    return one_line(either(values))
 
 
 def nearest_multiples(number: int, unit: int) -> str:

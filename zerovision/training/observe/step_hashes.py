@@ -54,7 +54,7 @@ class StepHashes(Observer):
     def __init__(self, every: int, world: World, leaves: Leaves, engine: Engine, loggers: Loggers) -> None:
         self._every, self._world, self._step_leaves = every, world, leaves
         self._engine, self._loggers, self._position = engine, loggers, 0
-        named = [*engine.module.named_parameters()] if every else []
+        named = [*engine.module.named_parameters()]
         is_whole = world.replica.size == 1  # otherwise a rank has only the gradients of a part of the network
         is_whole = is_whole and not any(isinstance(parameter, DTensor) for _, parameter in named)
         self._trained = [item for item in named if item[1].requires_grad and is_whole]
@@ -108,4 +108,4 @@ class StepHashes(Observer):
         return {"step": self._position + 1, "leaves": leaves, "weights": kept}
 
     def _is_due(self) -> bool:
-        return self._every > 0 and (self._position + 1) % self._every == 0
+        return (self._position + 1) % self._every == 0

@@ -109,8 +109,6 @@ def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> i
 
 def error_on_any_rank(error: str | None, world: World, group: dist.ProcessGroup | None = None) -> str | None:
     """Return, on every rank, the error message of the lowest rank that has an error; a collective."""
-    if world.size == 1:
-        return error
     messages = gather_objects(error, world, group)
     return next((message for message in messages if message is not None), None)
 
@@ -152,15 +150,7 @@ def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = N
 
 def broadcast_object(value: Any, world: World) -> Any:
     """Return rank 0's small value on every rank; see `gather_objects` for allowed values; a collective."""
-    message = _encode(value)
-    if world.size > 1:
-        length = torch.tensor([len(message)])
-        with communication():
-            dist.broadcast(length, group=world.signal_group, group_src=0)
-        message = message if world.is_main else torch.empty(int(length), dtype=torch.uint8)
-        with communication():
-            dist.broadcast(message, group=world.signal_group, group_src=0)
-    return _decode(message)
+    return gather_objects(value, world)[0]
 
 
 def _encode(value: Any) -> torch.Tensor:
