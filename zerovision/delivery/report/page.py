@@ -265,7 +265,5 @@ def _compare(name: str, judged: Judged | None, other_name: str, other: Judged | 
 def _read_judged(folder: Path) -> Judged | None:
     path = folder / EVALUATION / SCORES
     found = read_json(path).get("judged") if path.is_file() else None
-    try:
+    with _damage_named(path):
         return None if found is None else Judged(str(found["images"]), np.array([*found["right"]]) == "1")
-    except (LookupError, TypeError) as error:
-        raise UserError(f"'{path}' is damaged ({error!r}). Restore it, or remove it.") from None
