@@ -18,7 +18,7 @@ ROOMS = {  # limit and end
     "models": (1275, 900),
     "zerovision/training/config": (805, 500),
     "zerovision/training/base": (1093, 550),
-    "zerovision/training/world": (596, 450),
+    "zerovision/training/world": (604, 450),
     "zerovision/training/data": (4208, 2900),
     "zerovision/training/recipe": (599, 650),
     "zerovision/training/engines": (3025, 2250),

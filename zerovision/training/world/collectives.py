@@ -150,7 +150,15 @@ def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = N
 
 def broadcast_object(value: Any, world: World) -> Any:
     """Return rank 0's small value on every rank; see `gather_objects` for allowed values; a collective."""
-    return gather_objects(value, world)[0]
+    message = _encode(value)
+    if world.size > 1:
+        length = torch.tensor([len(message)])
+        with communication():
+            dist.broadcast(length, group=world.signal_group, group_src=0)
+        message = message if world.is_main else torch.empty(int(length), dtype=torch.uint8)
+        with communication():
+            dist.broadcast(message, group=world.signal_group, group_src=0)
+    return _decode(message)
 
 
 def _encode(value: Any) -> torch.Tensor:
