@@ -109,7 +109,7 @@ def test_the_recipe_may_not(name):
 @pytest.mark.parametrize("name", RECIPE)
 def test_a_flag_younger_than_the_checkpoint_had_its_default(name):
     checkpoint = found()
-    del checkpoint.manifest.config[name]
+    del checkpoint.settings[name]
     default = dataclasses.replace(CONFIG, **{name: FIELDS[name].default})
     check_fit(checkpoint, default, IDENTITY, STEPS_PER_EPOCH)
     if changed(name) != FIELDS[name].default:
@@ -282,9 +282,9 @@ def test_a_run_keeps_its_threads_unless_told_otherwise(saved, given, threads, to
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
     checkpoint = found(config={} if saved is None else {"threads_per_rank": saved})
     if saved is None:
-        del checkpoint.manifest.config["threads_per_rank"]
+        del checkpoint.settings["threads_per_rank"]
     config, notes = own_threads(dataclasses.replace(CONFIG, threads_per_rank=given or saved or 0), ALONE)
-    assert (config.threads_per_rank, notes + note_other_bytes(config, checkpoint.manifest.config)) == (threads, told)
+    assert (config.threads_per_rank, notes + note_other_bytes(config, checkpoint.settings)) == (threads, told)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +312,6 @@ def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
 
 
 def test_another_batch_size_is_noted_since_the_bytes_change():
-    assert note_other_bytes(CONFIG, {}) == note_other_bytes(CONFIG, found().manifest.config) == []
-    (line,) = note_other_bytes(dataclasses.replace(CONFIG, batch_size=4), found().manifest.config)
+    assert note_other_bytes(CONFIG, {}) == note_other_bytes(CONFIG, found().settings) == []
+    (line,) = note_other_bytes(dataclasses.replace(CONFIG, batch_size=4), found().settings)
     assert line == "--batch-size 4 instead of 8: the bytes will differ from those of the run so far"

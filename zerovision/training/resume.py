@@ -84,12 +84,12 @@ def choose_checkpoint(run: Run) -> Run:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
     else:
         found, decay_notes = before_decay(config, found, world)
-        names, notes = found.manifest.parameters, [*notes, *decay_notes]
+        names, notes = found.parameters, [*notes, *decay_notes]
         data = agreed(lambda: keep_preparation(config, data, found.preparation), world)
     divided = agreed(lambda: keep_global_batch(config, found, world.data.size), world)
     divided, groups, group_notes = keep_groups(divided, names, world)
     config, thread_notes = own_threads(divided, world)
-    notes = [*notes, *group_notes, *thread_notes, *note_other_bytes(config, found.manifest.config if found else {})]
+    notes = [*notes, *group_notes, *thread_notes, *note_other_bytes(config, found.settings if found else {})]
     start = dataclasses.replace(run.start, found=found, groups=groups, notes=(*run.start.notes, *notes))
     return dataclasses.replace(run, config=config, data=data, start=start)
 
@@ -116,8 +116,9 @@ def resumed(found: FoundCheckpoint, config: TrainConfig) -> Resumed:
         raise UserError(f"checkpoint {path}: its global batch {shown(global_batch)} is not a whole number.")
     if config.batch_size == "auto" and not _is_number(batch_size, "batch_size"):
         raise UserError(f"checkpoint {path}: its --batch-size {shown(batch_size)} is not a whole number.")
+    as_saved = (manifest.progress, manifest.config, manifest.identity, manifest.parameters.keys())
     known_epochs = epochs if _is_number(epochs, "epochs") else 0
-    return Resumed(path, manifest, manifest.progress, known_epochs, global_batch, kept)
+    return Resumed(path, manifest, *as_saved, known_epochs, global_batch, kept)
 
 
 def _is_number(value: Any, name: str) -> TypeGuard[int]:
@@ -180,7 +181,7 @@ def keep_global_batch(config: TrainConfig, found: Resumed | None, ranks: int) ->
         )
     if config.batch_size == "auto":
         share = max(1, found.global_batch // ranks)
-        config = dataclasses.replace(config, batch_size=largest_divisor(share, found.manifest.config["batch_size"]))
+        config = dataclasses.replace(config, batch_size=largest_divisor(share, found.settings["batch_size"]))
     return divide(config, found.global_batch, ranks, "the checkpoint's global batch of")
 
 
@@ -273,14 +274,14 @@ def check_fit(
         if name in CHANGEABLE_ON_RESUME:
             continue
         # A flag that was added after the checkpoint was saved had its default value.
-        saved, given = found.manifest.config.get(name, field.default), getattr(config, name)
+        saved, given = found.settings.get(name, field.default), getattr(config, name)
         if saved != given:
             raise UserError(
                 f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}, but this run has {shown(given)}"
                 ": use the same value to continue, or start a new run with --weights."
             )
     for key, value in identity.items():
-        saved = found.manifest.identity.get(key)
+        saved = found.identity.get(key)
         if saved != value:
             difference, run = _difference(saved, value), found.path.absolute().parent.parent
             if key == DATA_SET and data is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,16 +42,20 @@ LATER: Any = None  # placeholder for a part that `setup.build` adds
 class Resumed(FoundCheckpoint):
     """The checkpoint that a run resumes from, with the values that the run takes from its manifest.
 
-    Of the settings in `manifest.config`, only `batch_size` has been checked, if it is used.
-
     Attributes:
         progress: position and best epoch to continue with.
+        settings: configuration of the run that saved the checkpoint; only `batch_size` has been checked, if it is used.
+        identity: see `Manifest.identity`.
+        parameters: names of the parameters.
         epochs: number of epochs of the run that saved the checkpoint; 0 if it is not known.
         global_batch: number of images in a step.
         preparation: values of `DataOptions` with which the run prepares images.
     """
 
     progress: Progress
+    settings: dict[str, Any]
+    identity: dict[str, Any]
+    parameters: Collection[str]
     epochs: int
     global_batch: int
     preparation: dict[str, Any]
