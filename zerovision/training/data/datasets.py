@@ -389,10 +389,9 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
     sources, cache_notes = open_files(given, longest, options)
     train = sources[0]
     notes, defaults = [*first.notes, *cache_notes], RGBA_PHOTOGRAPHS if train.channels == 4 else PHOTOGRAPHS
+    # Remote images are not fetched just for this note.
     if options.decode != NUMBERS and (options.cache != "off" or not (archive and archive.is_remote)):
-        notes += note_unused_range(
-            train.images, options.max_megapixels * 10**6
-        )  # do not fetch remote images just for this
+        notes += note_unused_range(train.images, options.max_megapixels * 10**6)
     if options.decode == NUMBERS and len(first):
         mean, std = _statistics_of_some(train)
         defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
