@@ -26,7 +26,7 @@ from zerovision.launch.hosts import SHELLS
 from zerovision.training.base.run_folder import LAUNCH
 
 BEGIN = b"\x1e"  # ASCII's record separator
-MESSAGE_LINE = re.compile(rb"(\x1e[^\n]*\n)")
+MESSAGE_LINE = re.compile(b"(" + BEGIN + rb"[^\n]*\n)")
 READ_BYTES = 1 << 16
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # of silence, after which the other end is considered lost; unplugging a cable for 3 s is harmless
@@ -82,7 +82,7 @@ class Channel:
             if not read:
                 pass_by(waiting)
                 return
-            # Printed bytes and lines with messages alternate; the last line of a message may be incomplete.
+            # Printed bytes and lines with messages alternate; the last message may be incomplete.
             *complete, rest = MESSAGE_LINE.split(waiting + read)
             printed, begin, line = rest.partition(BEGIN)
             waiting = begin + line

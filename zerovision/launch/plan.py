@@ -179,7 +179,7 @@ def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
         with contextlib.suppress(UserError):
             check_division(config, ranks)
             return
-    check_division(config, wanted)
+    check_division(config, wanted)  # its error, because it is the requested number
 
 
 def forwarded_environment(names: Sequence[str]) -> dict[str, str]:

@@ -71,7 +71,8 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
     data, run = settings.data, settings.run
     place = os.path.basename(os.path.abspath(os.path.expanduser(data)))
     folder = Path(os.path.expanduser(settings.output or log_folder() / "audits" / (slug(place) or "data")))
-    if not (settings.fixes and [*folder.glob("*")] == [folder / FIXED]):  # as --fixes leaves a new folder
+    # A folder that holds only an earlier result of --fixes may be replaced.
+    if not (settings.fixes and (folder / FIXED).is_file() and len(os.listdir(folder)) == 1):
         check_output(folder)
     is_published = run.startswith(TIMM_PREFIX)
     model = find_model(run) if run and not is_published else None

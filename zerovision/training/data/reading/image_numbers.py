@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FLOATS = "float32"
 SMALLEST_STD = 1e-6  # for a constant channel; no smaller value is allowed in weights files
 SMALLEST_BYTE_STD = 1e-4  # for a constant channel of bytes: the last decimal of the mean
-VALUES_AT_A_TIME = 2**22  # of which copies exist
+VALUES_AT_A_TIME = 2**22  # that are copied
 SMALLEST_RANGE = 1e-12  # for a constant image
 
 
