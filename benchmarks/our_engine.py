@@ -18,7 +18,7 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.build import build_engine, set_up_engine
 from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
-from zerovision.training.engines.pipeline.engine import Pipelined, PipelineEngine
+from zerovision.training.engines.pipeline.engine import PipelineEngine, train_in_stages
 from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.world.world import World
 
@@ -90,9 +90,12 @@ def training_step(engine: Engine, micro_batches: int = 1) -> Step:
             return
         columns = (images, labels, torch.ones(len(labels), device=labels.device), labels)
         parts = zip(*(column.chunk(micro_batches) for column in columns), strict=True)
-        take = (Pipelined if isinstance(engine, PipelineEngine) else Accumulate)(
-            lambda logits, batch: losses(logits.float(), batch.labels)
-        )
+
+        def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+            return losses(logits.float(), batch.labels)
+
+        has_stages = isinstance(engine, PipelineEngine)
+        take = functools.partial(train_in_stages, loss) if has_stages else Accumulate(loss)
         given = StepInput(
             [Batch(*part) for part in parts], torch.manual_seed, micro_batches / len(labels), lambda *_: None
         )

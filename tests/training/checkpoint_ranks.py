@@ -7,7 +7,7 @@ import dataclasses
 import resource
 import tempfile
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,7 +46,7 @@ from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import frozen_parameters
-from zerovision.training.engines.pipeline.engine import Pipelined
+from zerovision.training.engines.pipeline.engine import train_in_stages
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.observer import StepDone
@@ -213,7 +213,7 @@ class Job:
         loss = build_loss(config, self.data.class_names, self.data.train_counts, world.device)
         step = GradientCache(world, plan.leaves, 0.1, CLASSES) if is_contrastive else Accumulate(loss)
         if stages > 1 and not members:
-            step = Pipelined(loss)
+            step = partial(train_in_stages, loss)
         source: Any = SimpleNamespace(name=lambda index: f"sample-{index}")
         names: Any = SimpleNamespace(
             preprocessing=self.data.preprocessing,

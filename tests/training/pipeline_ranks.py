@@ -25,7 +25,7 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup, StepInput, TimedEngine
-from zerovision.training.engines.pipeline.engine import Pipelined
+from zerovision.training.engines.pipeline.engine import train_in_stages
 from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.engines.strategies import plan_of
 from zerovision.training.loop import seed_dropout
@@ -187,7 +187,7 @@ def train(
     answers = torch.randn(3 * size * size, CLASSES, generator=torch.Generator().manual_seed(5))
     around = partial(distilled, lambda batch: batch.images.flatten(1) @ answers, 2.0, 0.5) if has_teacher else None
     loss = build_loss(taught, [], [], world.device, around=around)
-    step = Pipelined(loss) if pipeline > 1 and network != "ensemble" else Accumulate(loss)
+    step = partial(train_in_stages, loss) if pipeline > 1 and network != "ensemble" else Accumulate(loss)
     own, seen, norms = leaves // world.data.size, list[torch.Tensor](), list[str]()
     module.train()
     for number in range(3):
@@ -229,7 +229,7 @@ def wait_share(world: World, micro_batches: int, schedule: str, split: str, bloc
     torch.manual_seed(0)
     world, module = form_mesh(world, {"pipeline_parallel": world.size}), Sleeper(block_s).train()
     engine = make_engine(world, module, micro_batches, SIZE, pipeline=world.size, schedule=schedule, split=split)
-    step = Pipelined(build_loss(configuration(), [], [], world.device))
+    step = partial(train_in_stages, build_loss(configuration(), [], [], world.device))
     shares = []
     for number in range(4):
         batches = make_batches(number, 0, micro_batches, SIZE)

@@ -28,7 +28,7 @@ from zerovision.training.engines.activation_checkpointing import enable_activati
 from zerovision.training.engines.build import build_engine, set_up_engine
 from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
 from zerovision.training.engines.parameter_shards import gather_weights
-from zerovision.training.engines.pipeline.engine import Pipelined
+from zerovision.training.engines.pipeline.engine import train_in_stages
 from zerovision.training.loop import seed_dropout
 from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.tasks.scores import sample_losses
@@ -128,7 +128,11 @@ def divided_steps(
         built = BuiltModel(network, Description("basic_cnn", None, 2, 8))
         setup, ways = set_up_engine(config, built, precision, world, compiles=False)
     engine = build_engine(dataclasses.replace(setup, image_shape=(3, pixels, pixels)), ways)
-    step_of = (Accumulate if pipeline == 1 else Pipelined)(lambda logits, batch: sample_losses(logits, batch.labels))
+
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return sample_losses(logits, batch.labels)
+
+    step_of = Accumulate(loss) if pipeline == 1 else partial(train_in_stages, loss)
     own_leaves = setup.leaves.of(world.data.rank)
     losses, norms = torch.zeros(STEPS * LEAVES), []
     for step in range(STEPS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from zerovision.models import model_spec
@@ -118,9 +119,9 @@ class Pipeline(Way):
         return (MembersEngine if isinstance(setup.module, Ensemble) else PipelineEngine)(setup, self.config)
 
     def step(self, loss: Loss) -> Step | None:
-        from zerovision.training.engines.pipeline.engine import Pipelined
+        from zerovision.training.engines.pipeline.engine import train_in_stages
 
-        return Pipelined(loss) if self.uses_own() else None
+        return partial(train_in_stages, loss) if self.uses_own() else None
 
 
 def stages_per_rank(schedule: str) -> int:

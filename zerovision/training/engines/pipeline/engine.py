@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -313,16 +312,13 @@ def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collectio
         group["params"] = [empty.get(id(parameter), parameter) for parameter in group["params"]]
 
 
-@dataclass(frozen=True)
-class Pipelined:
-    """A step in which the last stage computes the loss of each micro-batch, and sends the losses to all ranks."""
+def train_in_stages(loss: Loss, engine: TimedEngine, given: StepInput) -> StepResult:
+    """Train a step in which the last stage computes the loss of each micro-batch, and sends the losses to all ranks.
 
-    loss: Loss
-
-    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
-        """See `zerovision.training.engines.engine.Step`."""
-        assert isinstance(engine.engine, PipelineEngine)
-        return engine.engine.train(self.loss, given, engine.clock)
+    With a fixed loss, this is a `zerovision.training.engines.engine.Step`.
+    """
+    assert isinstance(engine.engine, PipelineEngine)
+    return engine.engine.train(loss, given, engine.clock)
 
 
 class _Stage(PipelineStage):
