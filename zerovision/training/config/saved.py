@@ -43,7 +43,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     is_of_hub = model.startswith(HUB_PREFIX) and hub_name_of(saved.get("weights", "")).partition("@")[0] == model
     left = {*OF_THE_BEGINNING, *(["model_type"] if is_of_hub else [])}
     left |= {"minutes", "epochs"} if given.get("minutes") else set()  # the run has already set both
-    left |= {name for name in saved.keys() - {"batch_size"} if is_left_open(name, given.get(name, "auto"))}
+    left |= {name for name in saved if given.get(name) in ("auto", LEFT_OPEN.get(name, "auto"))} - {"batch_size"}
     chosen = {name: value for name, value in given.items() if name not in left}
     if chosen.get("activation_checkpointing"):
         saved.pop("compile", None)  # they exclude each other
@@ -62,11 +62,6 @@ def with_saved_settings(config: TrainConfig, *, is_restart: bool) -> TrainConfig
     goes_on = is_restart and config.run_name and run_folder(config).has_checkpoint
     given = vars(config) | ({"resume": "auto"} if goes_on else {})
     return TrainConfig(**saved_and_given(given, {}) | {"resume": config.resume})
-
-
-def is_left_open(name: str, value: Any) -> bool:
-    """Return whether a value lets the run choose the setting."""
-    return value in ("auto", LEFT_OPEN.get(name, "auto"))
 
 
 def saved_settings(given: Mapping[str, Any]) -> dict[str, Any]:
