@@ -17,11 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINES, TASKS = "zerovision/training/engines", "zerovision/training/tasks"
 FENCES = {  # what names it, its own files, limit
     "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed/", 8),
-    "pipeline": (r"pipeline(?!_tag|_read|_write)|has_stages|Pipelined", rf"{ENGINES}/pipeline/", 4),
+    # The exceptions are a key of the hub's model cards, and two of DeepSpeed's configuration.
+    "pipeline": (r"(?i)pipelin(?!e_tag|e_read|e_write)|has_stages", rf"{ENGINES}/pipeline/", 4),
     "several labels": (r"multilabel|label_sets", rf"{TASKS}/", 2),
     "tensor": (r"tensor_parallel|TensorPart|engines\.tensor\b|world\.tensor", rf"{ENGINES}/tensor/", 1),
     "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", rf"{TASKS}/", 2),
-    "islands": (r"island", rf"{ENGINES}/islands/", 4),
+    "islands": (r"(?i)island|diloco|local.?steps?\b|outer_", rf"{ENGINES}/islands/", 3),
     "teacher": (r"teacher|distill", rf"{TASKS}/", 1),
 }
 MOST_PARAMETERS, MOST_FIELDS = 6, 15

@@ -25,7 +25,7 @@ ROOMS = {  # limit and end
     "zerovision/training/checkpoint": (587, 600),
     "zerovision/training/tasks": (791, 400),
     "zerovision/training/observe": (1157, 1050),
-    "zerovision/training": (2148, 1400),
+    "zerovision/training": (2143, 1400),
     "zerovision/launch": (2503, 1800),
     "zerovision/planning": (1221, 1000),
     "zerovision/delivery": (3175, 2400),

@@ -215,7 +215,7 @@ def skip_on_one(world: World) -> dict[str, Any]:
     engine = make_engine(world, make_model(True), config, groups=world.size)
     log = Recorder()
     state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
-    guard = NonFiniteGuard(state, world, Loggers([log]), 0, "photo-{}".format, by_group=True)
+    guard = NonFiniteGuard(state, world, Loggers([log]), 0, "photo-{}".format)
     before: dict[int, dict[str, str]] = {}
     for step in range(3):
         guard.before_step(step)

@@ -78,7 +78,7 @@ def copied(world: World, most_bytes: int, source: int) -> dict[str, Any]:
 def skip(world: World, tensor: int, pipeline: int) -> list[str]:
     """Return what a rank says of a step in which the ranks at the last place of data have a loss that is not finite."""
     data, log = form_mesh(world, {"pipeline_parallel": pipeline, "tensor_parallel": tensor}).data, Recorder()
-    engine = cast(Engine, SimpleNamespace(buffers=ModelBuffers(torch.nn.Identity()), loss_scale=None))
+    engine = cast(Engine, SimpleNamespace(buffers=ModelBuffers(torch.nn.Identity()), loss_scale=None, group=""))
     state = TrainState(engine, ScoreSums(2, data.device), Progress())
     guard = NonFiniteGuard(state, data, Loggers([log]), 0, "{}.png".format)
     guard.before_step(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from zerovision.extras.replay import replay
+from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.manifest import ShardFacts, read_manifest, shard_name, write_manifest
 
 # Dropout, BatchNorm and augmentation; the update of a step is its gradient times the rate.
@@ -124,6 +127,14 @@ def test_a_damaged_checkpoint_and_a_step_that_never_was_are_refused(run, tmp_pat
     assert_user_error(command_here("replay", str(stopped), "--step", "8"), told)
     (damaged / "environment.json").write_text("{}")
     assert_user_error(command_here("replay", str(damaged), "--step", "4"), "is damaged: no number 'ranks'")
+
+
+def test_a_run_whose_ranks_trained_independently_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"local_steps": 10}')
+    (tmp_path / "environment.json").write_text('{"ranks": 2, "training_images": 1000}')
+    told = f"run {tmp_path.name} has --local-steps: one process cannot repeat ranks that train independently."
+    with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
+        replay(tmp_path, 1)
 
 
 VARIANTS = {

@@ -122,6 +122,11 @@ def test_every_part_of_a_word_comes_back(whole, part, tmp_path):
     assert TrainConfig(**read_config_file(tmp_path / "config.json")) == config
 
 
+@pytest.mark.parametrize(("words", "steps"), [([], 1), (["--local-steps", "50:4"], 50)])
+def test_ranks_train_alone_for_the_steps_that_are_given(words, steps):
+    assert parse_args(words)[0].steps_alone == steps
+
+
 def test_an_empty_part_has_its_default():
     read = partial(read_words, label_of=FLAG_OF)
     assert read({"pipeline_parallel": "4::blocks.3"}) == {

@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, most_consecutive=0, loss_scale=None, skipped=0, consecutive=0):
         self.model, self.log = small_model(), Recorder()
-        engine = SimpleNamespace(module=self.model, loss_scale=loss_scale, buffers=ModelBuffers(self.model))
+        engine = SimpleNamespace(module=self.model, loss_scale=loss_scale, buffers=ModelBuffers(self.model), group="")
         progress = Progress(skipped_steps=skipped, bad_steps_in_row=consecutive)
         self.state = SimpleNamespace(engine=engine, progress=progress)
         self.guard = NonFiniteGuard(self.state, ALONE, Loggers([self.log]), most_consecutive, "photo-{}.png".format)

@@ -30,9 +30,11 @@ from zerovision.training.base.points import Loggers
 from zerovision.training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS
 from zerovision.training.checkpoint.restore import restore
 from zerovision.training.checkpoint.store import NAME_PATTERN, find_candidates
+from zerovision.training.config import FLAG_OF
 from zerovision.training.data.augment import unnormalized
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepInput, StepResult, TimedEngine
+from zerovision.training.engines.settings import TOGETHER
 from zerovision.training.epoch import begin_epoch
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.observer import Observers, Seen
@@ -124,8 +126,8 @@ def replay(run: Path, number: int) -> WatchedStep:
     config, facts = read_run_config(run), read_json(run / ENVIRONMENT)
     if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
         raise UserError(f"'{run / ENVIRONMENT}' is damaged: no number '{missing[0]}'. Restore it.")
-    if config.local_steps > 1:
-        raise UserError(f"run {run.name} has --local-steps: one process cannot repeat ranks that train independently.")
+    if flags := [FLAG_OF[name] for name in TOGETHER if getattr(config, name) > 1]:
+        raise UserError(f"run {run.name} has {flags[0]}: one process cannot repeat ranks that train independently.")
     ranks = data_ranks(facts["ranks"], config.mesh)
     leaves = ranks * config.gradient_accumulation_steps
     steps_per_epoch = -(-facts["training_images"] // (leaves * config.micro_batch))

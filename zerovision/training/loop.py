@@ -82,7 +82,7 @@ def note(
 
 def _poll(run: Run, position: int, failure: int) -> StopDecision:
     """Return what the ranks must do after the step at `position`; a collective."""
-    if position % min(run.config.local_steps, STEPS_BETWEEN_POLLS):
+    if position % min(run.config.steps_alone, STEPS_BETWEEN_POLLS):
         return StopDecision(0, False)
     return run.start.stop.poll(run.world, failure=failure)
 

@@ -33,6 +33,7 @@ from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.base.units import format_duration, plural
 from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
 from zerovision.training.data.sampler import BatchPlan
+from zerovision.training.engines.settings import TOGETHER
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.new_run import make_folders
 from zerovision.training.observe.observer import Observers
@@ -142,7 +143,7 @@ def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) 
         TrialStopped: after the current step, if the run received a stop signal.
     """
     state, signal, kept = run.state, 0, KeptSteps()
-    run = run.changed(epochs=len(numbers), local_steps=1)
+    run = run.changed(epochs=len(numbers), **dict.fromkeys(TOGETHER, 1))
     guard = guard_of(dataclasses.replace(run, loggers=Loggers([])), MOST_BAD_STEPS)
     run = dataclasses.replace(run, loggers=Loggers([kept]))
     run = dataclasses.replace(run, observers=Observers(every_step(run, guard), run.clock))

@@ -19,7 +19,7 @@ from zerovision.training.config.global_batch import in_chunks
 from zerovision.training.config.values import allowed_values, is_allowed, wrong_value
 from zerovision.training.data import bad_image_share, find_dataset
 from zerovision.training.data.augmentations import augmentation_of, size_ramp
-from zerovision.training.engines.settings import TORCH, WAYS
+from zerovision.training.engines.settings import TOGETHER, TORCH, WAYS
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE
 from zerovision.training.observe.loggers import LOGGERS
@@ -77,7 +77,7 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
         lambda config: config.solver == "lbfgs",
         {"loss": ("cross_entropy",), "class_weights": ("none",), "sampling": ("uniform",)}
         # The solver fills the shards that a rank saves; with --replicate-across nodes, the other replicas have none.
-        | {"ema": (0,), "lookahead": (0,), "local_steps": (1,), "replicate_across": ("none",)},
+        | {"ema": (0,), "lookahead": (0,), "replicate_across": ("none",), **TOGETHER},
     ),
     "compile": (
         lambda config: config.compile == "on",
@@ -189,6 +189,8 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
     for name, (is_chosen, allowed) in GOES_WITH.items():
         if is_chosen(config):
             yield from _wrong_values(config, of, f"{of[name]} {getattr(config, name)}", allowed)
+    for name, ranks in config.mesh.items():
+        yield from _wrong_values(config, of, f"{of[name]} {ranks}", TOGETHER)
     if config.solver == "lbfgs" and not config.weight_decay:
         yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: without it there may be no minimum."
     for mode in MODES:

@@ -162,12 +162,15 @@ class Engine(Protocol):
         optimizer: the optimizer; the 'lr' of its groups is set before each step.
         buffers: the module's buffers, in all of this rank's versions.
         loss_scale: loss scale for fp16, otherwise None.
+        group: what messages call the groups of ranks that each decide whether to apply an update; '' if all ranks
+            decide together.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     buffers: ModelBuffers
     loss_scale: DynamicLossScale | None
+    group: str = ""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the module's output for images [B, C, H, W], in float32; a collective at ZeRO 3."""

@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal
 
 from zerovision.training.base.errors import check_installed
-from zerovision.training.base.settings import option
+from zerovision.training.base.settings import Values, option
 from zerovision.training.data.settings import DataSettings
 from zerovision.training.engines.deepspeed import DeepSpeed, DeepSpeedSettings
 from zerovision.training.engines.islands import DiLoCo, IslandSettings
@@ -18,7 +18,7 @@ from zerovision.training.engines.ways import Way
 
 TORCH = "torch"  # the engine of all ways that have no engine of their own
 WAYS: tuple[type[Way], ...] = (DiLoCo, Pipeline, Tensor, DeepSpeed)  # in a mesh, the innermost dimension is last
-
+TOGETHER: Values = {way.flag: (1,) for way in WAYS if way.independent}  # with these, all ranks take every step together
 
 LEFT_OPEN = {"threads_per_rank": 0, "islands": 0}  # values that let the run decide; 'auto' for other settings
 
@@ -72,6 +72,11 @@ class EngineSettings(DeepSpeedSettings, PipelineSettings, IslandSettings, Tensor
     def ranks_per_layer(self) -> int:
         """The number of ranks among which a replica divides each layer."""
         return math.prod(way(self).ranks() for way in WAYS if way.divides_layers)
+
+    @property
+    def steps_alone(self) -> int:
+        """The number of steps that groups of ranks train independently; 1 if all ranks take every step together."""
+        return max(getattr(self, name) for name in TOGETHER)
 
 
 def ways_of(config: Any, engine: str) -> list[Way]:

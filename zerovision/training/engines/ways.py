@@ -29,11 +29,13 @@ class Way(Mode):
         division: phrase for messages that says how the ranks of a group share one copy of the model; '' if ranks share
             no copy.
         divides_layers: whether each rank has a part of every layer.
+        independent: whether groups of ranks train independently, for the number of steps that `flag` sets.
         engine: the value of `--engine` that selects this way; '' for a way of PyTorch's engine.
     """
 
     division: ClassVar[str] = ""
     divides_layers: ClassVar[bool] = False
+    independent: ClassVar[bool] = False
     engine: ClassVar[str] = ""
 
     # Methods that need only the settings.

@@ -57,26 +57,20 @@ class _Cause(NamedTuple):
 class NonFiniteGuard(Observer):
     """Undoes and counts the steps that the engine skipped, and ends the run after too many consecutive ones.
 
+    If groups of ranks decide separately, each learns about the other groups' decisions in `settle`.
+
     Args:
         state: training state, with the engine and with the counts of skipped steps in its progress.
         world: the ranks that read different images.
         loggers: loggers that report skipped steps.
         most_consecutive: number of consecutive skipped steps that ends the run; 0 for no limit.
         name_of: function that maps a sample's index in the training set to its path.
-        by_group: whether each group of ranks decides separately, and learns about other groups' decisions in `settle`.
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        world: World,
-        loggers: Loggers,
-        most_consecutive: int,
-        name_of: Callable[[int], str],
-        *,
-        by_group: bool = False,
+        self, state: TrainState, world: World, loggers: Loggers, most_consecutive: int, name_of: Callable[[int], str]
     ) -> None:
-        self._state, self._world, self._loggers, self._by_group = state, world, loggers, by_group
+        self._state, self._world, self._loggers = state, world, loggers
         self._most_consecutive, self._name_of = most_consecutive, name_of
         self._buffers = state.engine.buffers
         self._kept: list[torch.Tensor] = []
@@ -104,6 +98,8 @@ class NonFiniteGuard(Observer):
             RunEnded: on all ranks, after too many consecutive skipped steps.
         """
         step, applied = done.position + 1, done.applied
+        if self._state.engine.group:  # the other groups receive it in `settle`
+            applied = torch.as_tensor(applied, device=self._world.device)
         if isinstance(applied, torch.Tensor):
             self._buffers.restore(self._kept, unless=applied)
             self._pending.append(_PendingStep(step, applied, self._evidence))
@@ -129,7 +125,7 @@ class NonFiniteGuard(Observer):
         if not pending:
             return
         skipped = ~torch.stack([one.applied for one in pending])
-        skipped_anywhere = largest_over_ranks(skipped.int(), self._world) if self._by_group else skipped
+        skipped_anywhere = largest_over_ranks(skipped.int(), self._world) if self._state.engine.group else skipped
         for (step, _, evidence), is_own, is_skipped in zip(
             pending, skipped.tolist(), skipped_anywhere.tolist(), strict=True
         ):
@@ -155,7 +151,8 @@ class NonFiniteGuard(Observer):
         rank, worst = min(enumerate(causes), key=lambda item: (item[1].losses_finite, not item[1].names))
         if self._world.group:  # of a mesh: the first of the ranks that read these images
             rank = dist.get_global_rank(self._world.group, rank)
-        skipped = f"skipped on the island of rank {rank} (" if self._by_group else "skipped on all ranks ("
+        group = self._state.engine.group
+        skipped = f"skipped on the {group} of rank {rank} (" if group else "skipped on all ranks ("
         shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
         more = f" and {len(worst.names) - NAMES_IN_MESSAGE} more" if len(worst.names) > NAMES_IN_MESSAGE else ""
         self._loggers.message(

@@ -169,7 +169,7 @@ class StepMetrics(Observer):
         config, fewest = self._run.config, 0
         every = config.log_every_steps
         if every == "auto":
-            every = config.local_steps if config.local_steps > 1 else STEPS_BETWEEN_POINTS
+            every = config.steps_alone if config.steps_alone > 1 else STEPS_BETWEEN_POINTS
             fewest = self._fewest_steps
         is_due = step_of_epoch % every == 0 and self._steps >= fewest
         return is_due or step_of_epoch == self._run.plan.steps_per_epoch

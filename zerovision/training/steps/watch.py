@@ -80,8 +80,7 @@ def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
 def guard_of(run: Run, most_consecutive: int) -> NonFiniteGuard:
     """Return the guard that undoes a run's non-finite steps."""
     name_of = run.data.train.source.name
-    by_group = run.start.groups > 1
-    return NonFiniteGuard(run.state, run.world.data, run.loggers, most_consecutive, name_of, by_group=by_group)
+    return NonFiniteGuard(run.state, run.world.data, run.loggers, most_consecutive, name_of)
 
 
 def every_step(run: Run, guard: NonFiniteGuard) -> list[Observer]:

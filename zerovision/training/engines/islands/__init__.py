@@ -41,6 +41,7 @@ class DiLoCo(Way):
     """Groups of ranks that train independently between outer steps."""
 
     flag = "local_steps"
+    independent = True
     # Each island has its own engine, optimizer and statistics; with fp16, each would also have a different loss scale.
     goes_with: ClassVar[Values] = {
         **{"strategy": ("ddp",), "engine": OUR_ENGINE, "precision": ("fp32", "auto", "bf16"), "loss": OF_CLASSES},

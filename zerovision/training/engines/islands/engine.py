@@ -32,7 +32,7 @@ import torch
 from zerovision.training.base.errors import AgreedError
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.units import plural
-from zerovision.training.engines.engine import Averages, EngineSetup, StepResult
+from zerovision.training.engines.engine import Averages, EngineSetup
 from zerovision.training.engines.parameter_shards import (
     FURTHER,
     WEIGHTS,
@@ -79,18 +79,9 @@ class IslandEngine(TorchEngine):
         numbers = torch.arange(setup.world.size).view(setup.groups, -1)
         super().__init__(dataclasses.replace(setup, world=along(1, numbers, setup.world)))
         self.peers, self.everyone = along(0, numbers, setup.world), setup.world
+        self.group = "island" if setup.groups > 1 else ""
         if self.loss_scale is not None:
             raise AgreedError("--local-steps: fp16 would have its own loss scale on each island: use --precision fp32.")
-
-    def step(self) -> StepResult | None:
-        """See `Engine.step`.
-
-        `applied` is always a tensor, because other islands receive its value only when outcomes are read.
-        """
-        result = super().step()
-        if result is None or isinstance(result.applied, torch.Tensor):
-            return result
-        return StepResult(torch.tensor(result.applied, device=self._world.device), result.gradient_norm)
 
     def state(self) -> EngineState:
         """See `Engine.state`; only island 0 includes the outer state and the frozen weights."""

@@ -52,7 +52,7 @@ class Pipeline(Way):
     division = "each rank has consecutive layers, or members of an ensemble"
     goes_with: ClassVar[Values] = {
         **{"strategy": ("ddp",), "engine": OUR_ENGINE, "loss": OF_CLASSES, "compile": NOT_COMPILED},
-        **{"sync_batchnorm": (False,), "local_steps": (1,), "features": ("computed",)},
+        **{"sync_batchnorm": (False,), "features": ("computed",)},
     }
     own = ("pipeline_schedule", "pipeline_split")
     resumable = ("pipeline_parallel", "pipeline_schedule", "pipeline_split")

@@ -39,7 +39,7 @@ class Tensor(Way):
     divides_layers = True
     goes_with: ClassVar[Values] = {
         **{"engine": OUR_ENGINE, "compile": NOT_COMPILED, "offload": ("none",), "tune": ("full",)},
-        **{"replicate_across": ("none",), "local_steps": (1,), "optimizer": ELEMENT_WISE},
+        **{"replicate_across": ("none",), "optimizer": ELEMENT_WISE},
     }
     resumable = ("tensor_parallel",)
 
