@@ -15,7 +15,7 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 from zerovision.training.engines.buckets import deal
 from zerovision.training.engines.pipeline import Pipeline
-from zerovision.training.engines.pipeline.cuts import balanced_cuts, check_places, places_to_cut, trace
+from zerovision.training.engines.pipeline.cuts import balanced_cuts, places_for, places_to_cut, trace
 from zerovision.training.engines.pipeline.rehearsal import layout_of
 
 SIZE = 32  # pixels
@@ -142,4 +142,4 @@ def test_micro_batches_fill_the_schedule(schedule, stages, micro_batches, words)
 def test_more_stages_than_places_are_refused():
     chain = nn.Sequential(nn.Flatten(), nn.Linear(48, 4), nn.Linear(4, 4))
     with pytest.raises(UserError, match="3 or fewer"):
-        check_places(cut(chain, 4), 4, "--pipeline-parallel 4")
+        places_for(cut(chain, 4), 4, 4)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from bisect import bisect_right
 
 from zerovision.models.activations import Activations, Piece
 from zerovision.models.dry_run import forward_flops
@@ -19,14 +18,7 @@ from zerovision.planning.run_workload import Workload, sizes_of
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.buckets import deal
 from zerovision.training.engines.pipeline import stages_per_rank
-from zerovision.training.engines.pipeline.cuts import (
-    balanced_cuts,
-    check_places,
-    named_cuts,
-    names_of_stages,
-    places_to_cut,
-    trace,
-)
+from zerovision.training.engines.pipeline.cuts import cuts_for, names_of_stages, places_for, trace
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,16 +40,11 @@ def stages_of(workload: Workload, config: TrainConfig, precision: str, device: s
     count = ranks * stages_per_rank(config.pipeline_schedule)
     network = workload.without_data(recomputes=recomputes)
     traced = trace(network, (config.micro_batch, workload.image_channels, *sides(size)))
-    check_places(traced, count, f"--pipeline-parallel {ranks}")
-    places = places_to_cut(traced)
+    places = places_for(traced, count, ranks)
     found = workload.activations(config.micro_batch, precision, device, recomputes, True, tuple(places))
-    if config.pipeline_split == "auto":
-        flops = forward_flops(workload.without_data(recomputes=False), places, size, workload.image_channels)
-        cuts = balanced_cuts(places, flops, count)
-    else:
-        cuts = named_cuts(traced, config.pipeline_split, count, "--pipeline-parallel SPLIT")
-    before = [traced.calls[cut].operations for cut in cuts]
-    stage_of = [0, *(bisect_right(before, traced.calls[place].operations) for place in places)]
+    flops = forward_flops(workload.without_data(recomputes=False), places, size, workload.image_channels)
+    cuts = cuts_for(traced, config.pipeline_split, flops, count)
+    stage_of = [traced.stage_at(place, cuts) for place in ("", *places)]
     tensors = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
     names, shares = names_of_stages(traced, tensors, cuts), []
     for rank in range(ranks):

@@ -61,6 +61,10 @@ class Trace:
     output: torch.Tensor
     draws: bool
 
+    def stage_at(self, module: str, cuts: Sequence[str]) -> int:
+        """Return the stage that computes a module."""
+        return bisect_right([self.calls[cut].operations for cut in cuts], self.calls[module].operations)
+
     def stage_of(self, name: str, cuts: Sequence[str]) -> int:
         """Return the stage of a parameter or buffer: the only stage that uses it, or the first if it is unused."""
         return bisect_right([self.calls[cut].start for cut in cuts], self.first_uses.get(name, -1))
@@ -168,44 +172,53 @@ def places_to_cut(traced: Trace) -> list[str]:
     return [names[operations] for operations in sorted(names)]
 
 
-def named_cuts(traced: Trace, split: str, stages: int, label: str) -> list[str]:
-    """Return the cuts that the user named.
+def cuts_for(traced: Trace, split: str, costs: Sequence[float], stages: int) -> list[str]:
+    """Return the cuts that the user named, or the cuts that balance the stages.
 
     Args:
         traced: trace of the network.
-        split: names of modules, separated by commas.
+        split: names of modules, separated by commas; 'auto' for balanced stages.
+        costs: see `balanced_cuts`.
         stages: number of stages.
-        label: name of the setting, for messages.
 
     Raises:
         UserError: if the network cannot be cut at a named module, or if the number or order of names is wrong.
     """
+    places = places_to_cut(traced)
+    if split == "auto":
+        return balanced_cuts(places, costs, stages)
     names = [name.strip() for name in split.split(",")]
     for name in names:
         if name not in traced.features:
-            raise UserError(f"{label} {name}: this model can be cut before {_listed(places_to_cut(traced))}.")
+            raise UserError(f"--pipeline-parallel SPLIT {name}: this model can be cut before {_listed(places)}.")
     before = [traced.calls[name].operations for name in names]
     if len(names) != stages - 1 or before != sorted({*before}):
         raise UserError(
-            f"{label} {split}: name the first block of every stage except the first, in order: {stages - 1} for "
-            f"{stages} stages."
+            f"--pipeline-parallel SPLIT {split}: name the first block of every stage except the first, in order: "
+            f"{stages - 1} for {stages} stages."
         )
     return names
 
 
-def check_places(traced: Trace, stages: int, label: str) -> None:
-    """Raise a UserError if the network cannot be cut into this many stages; `label` names the setting."""
+def places_for(traced: Trace, stages: int, ranks: int) -> list[str]:
+    """Return the places where the network can be cut.
+
+    Raises:
+        UserError: if the network cannot be cut into this many stages; the message names the setting with its `ranks`.
+    """
     places = places_to_cut(traced)
     if not places:
         raise UserError(
-            f"{label}: this model cannot be cut into stages, because several tensors pass between layers: use a model "
-            "such as vgg, mobilenet, efficientnet, cnn_lstm, timm's resnets, ViTs or ConvNeXts, or fsdp_stage3."
+            f"--pipeline-parallel {ranks}: this model cannot be cut into stages, because several tensors pass between "
+            "layers: use a model such as vgg, mobilenet, efficientnet, cnn_lstm, timm's resnets, ViTs or ConvNeXts, "
+            "or fsdp_stage3."
         )
     if len(places) < stages - 1:
         raise UserError(
-            f"{label}: {stages} stages are too many for this model, which can be cut before {_listed(places)}: use "
-            f"{len(places) + 1} or fewer."
+            f"--pipeline-parallel {ranks}: {stages} stages are too many for this model, which can be cut before "
+            f"{_listed(places)}: use {len(places) + 1} or fewer."
         )
+    return places
 
 
 def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) -> list[str]:
@@ -232,10 +245,9 @@ def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) ->
 
 def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float], cuts: Sequence[str]) -> list[float]:
     """Return each stage's share of the total cost; see `balanced_cuts` for the arguments."""
-    before = [traced.calls[cut].operations for cut in cuts]
     totals = [0.0] * (len(cuts) + 1)
     for place, cost in zip(("", *places), costs, strict=True):
-        totals[bisect_right(before, traced.calls[place].operations)] += cost
+        totals[traced.stage_at(place, cuts)] += cost
     return [total / max(sum(totals), 1e-12) for total in totals]
 
 

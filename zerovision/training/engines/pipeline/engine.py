@@ -23,15 +23,7 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import EngineSetup, Loss, StepInput, StepResult, TimedEngine
 from zerovision.training.engines.parameter_shards import CONVOLUTION_DIMENSIONS
 from zerovision.training.engines.pipeline import Pipeline, stages_per_rank
-from zerovision.training.engines.pipeline.cuts import (
-    Trace,
-    balanced_cuts,
-    check_places,
-    named_cuts,
-    names_of_stages,
-    places_to_cut,
-    shares_of_stages,
-)
+from zerovision.training.engines.pipeline.cuts import Trace, cuts_for, names_of_stages, places_for, shares_of_stages
 from zerovision.training.engines.pipeline.network import StagedNetwork
 from zerovision.training.engines.pipeline.rehearsal import boundaries_at, images_to_try, measure_pieces
 from zerovision.training.engines.precision import under_autocast
@@ -46,13 +38,9 @@ def _choose_cuts(
 ) -> list[str]:
     """Return the requested cuts, or the cuts that balance the stages; a collective."""
     ranks, world, schedule = config.pipeline_parallel, setup.world, config.pipeline_schedule
-    agreed(lambda: check_places(traced, count, f"--pipeline-parallel {ranks}"), world)
-    places = places_to_cut(traced)
+    places = agreed(lambda: places_for(traced, count, ranks), world)
     seconds = measure_pieces(network, setup.module, places, images, world)
-    if config.pipeline_split == "auto":
-        cuts = balanced_cuts(places, seconds, count)
-    else:
-        cuts = agreed(lambda: named_cuts(traced, config.pipeline_split, count, "--pipeline-parallel SPLIT"), world)
+    cuts = agreed(lambda: cuts_for(traced, config.pipeline_split, seconds, count), world)
     shares = shares_of_stages(traced, places, seconds, cuts)
     waits = Pipeline(config).waits()
     taken = ", ".join(f"{share:.0%}" for share in shares)
