@@ -47,12 +47,8 @@ class MembersEngine(TorchEngine):
         )
         setup.events["pipeline"] = {"members": had, "stage_shares": shares, "wait_share": waits}
         tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-        held = [
-            [name for name in tensors if name.startswith(tuple(f"{names[number]}." for number in members))]
-            for members in self._dealt
-        ]
-        own = held[self._pipeline.rank]
         module.own, module.gather = self._dealt[self._pipeline.rank], self._gather
+        own = [name for name in tensors if name.startswith(tuple(f"{names[number]}." for number in module.own))]
         release(module, setup.optimizer, {*own})
         part = dataclasses.replace(setup.part, stages=[own], holders=self._pipeline)
         super().__init__(dataclasses.replace(setup, part=part))
