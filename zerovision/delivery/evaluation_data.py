@@ -24,8 +24,7 @@ from zerovision.training.data.class_names import clean
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.division import parts_there
 from zerovision.training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
-from zerovision.training.tasks.labels import OneLabel
-from zerovision.training.tasks.of_weights import task_of
+from zerovision.training.tasks.labels import OneLabel, task_of
 
 NAMES_IN_MESSAGE = 5
 LOOKED_AT_PIXELS = 64  # larger images are decoded at about this size for an audit

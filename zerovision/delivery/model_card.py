@@ -39,7 +39,7 @@ from zerovision.training.config.values import (
 from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.settings import DataSettings
 from zerovision.training.recipe.settings import RecipeSettings
-from zerovision.training.tasks.of_weights import task_of
+from zerovision.training.tasks.labels import task_of
 from zerovision.training.tasks.settings import TaskSettings
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")

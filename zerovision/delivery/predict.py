@@ -41,7 +41,7 @@ from zerovision.training.data.reading.files import ARRAY_EXTENSION, IMAGE_EXTENS
 from zerovision.training.data.reading.model_input import ModelInput
 from zerovision.training.data.reading.retry import entries_of, is_folder, patiently
 from zerovision.training.data.settings import NUMBERS
-from zerovision.training.tasks.of_weights import task_of
+from zerovision.training.tasks.labels import task_of
 from zerovision.training.world.preserved_process import preserved_torch_settings
 from zerovision.training.world.world import use_exact_fp32
 

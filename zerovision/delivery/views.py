@@ -11,8 +11,7 @@ from torch import nn
 from zerovision.delivery.calibration import Calibration, Views
 from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
-from zerovision.training.tasks.labels import OneLabel
-from zerovision.training.tasks.of_weights import task_of
+from zerovision.training.tasks.labels import OneLabel, task_of
 
 
 def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Views:

@@ -25,7 +25,7 @@ from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
 from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.class_scores import score_of
-from zerovision.training.tasks.of_weights import task_of
+from zerovision.training.tasks.labels import task_of
 from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import agreed, broadcast_object
 

@@ -15,7 +15,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import errors_of_writing, remove_leftovers, sync_to_disk, unfinished
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map
 from zerovision.training.data.reading.image_numbers import BYTES
-from zerovision.training.tasks.of_weights import THRESHOLDS, task_of
+from zerovision.training.tasks.labels import THRESHOLDS, task_of
 
 PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME = "images", "logits"

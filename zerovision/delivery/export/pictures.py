@@ -21,7 +21,7 @@ from zerovision.models.sides import sides
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.augment import FILTERS, resize_weights
 from zerovision.training.data.reading.image_numbers import BYTES
-from zerovision.training.tasks.of_weights import task_of
+from zerovision.training.tasks.labels import task_of
 
 PICTURES, ANSWERS = "pictures", ("probabilities", "class")
 WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # bits of PyTorch's integer weights, without the sign; bits of their fractions

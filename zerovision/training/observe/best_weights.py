@@ -18,7 +18,7 @@ from zerovision.training.base.run_folder import EVALUATION, WEIGHTS, RunFolder
 from zerovision.training.checkpoint.weights import read_metadata, save_weights, write_class_map
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
-from zerovision.training.tasks.of_weights import THRESHOLDS
+from zerovision.training.tasks.labels import THRESHOLDS
 from zerovision.training.tasks.scores import Scores
 
 

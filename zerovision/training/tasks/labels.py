@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,34 +20,34 @@ from zerovision.training.data.settings import TaskName
 from zerovision.training.engines.engine import Loss
 from zerovision.training.tasks.class_weights import class_weights
 from zerovision.training.tasks.scores import SampleRecorder, Scores, hits_of, mean_areas, sample_losses
-from zerovision.training.tasks.settings import LOSSES, TaskSettings
+from zerovision.training.tasks.settings import LOSSES, TASKS, TaskSettings
 from zerovision.training.world.world import World
 
 Weighted = Iterable[tuple[float, torch.Tensor]]
 """The weight and logits [B, C] of each view of images."""
+
+THRESHOLDS = "thresholds"  # key of `OneLabel.thresholds` in the metadata of weights
 
 
 class OneLabel:
     """The task in which each image has one class; other tasks are subclasses.
 
     Args:
-        num_classes: number of classes, C.
+        classes: number of classes, C.
+        thresholds: float64 [C], the lowest probability at which each class is predicted; None if only the most probable
+            class is predicted.
+        sets: float32 [S, C], the set of classes that each label stands for; None if a label is one class.
 
     Attributes:
         name: value of `--task`.
         output: description of how logits are converted to probabilities.
-        thresholds: float64 [C], the lowest probability at which each class is predicted; None if only the most probable
-            class is predicted.
-        sets: float32 [S, C], the set of classes that each label stands for; None if a label is one class.
     """
 
     name: TaskName = "multiclass"
     output = "softmax over the classes"
-    thresholds: np.ndarray | None = None
-    sets: torch.Tensor | None = None
 
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes = num_classes
+    def __init__(self, classes: int, thresholds: np.ndarray | None = None, sets: torch.Tensor | None = None) -> None:
+        self.num_classes, self.thresholds, self.sets = classes, thresholds, sets
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
         """Return the task for evaluating data, and a map from the labels of the data to those of the model, int64.
@@ -98,6 +99,18 @@ class OneLabel:
         """
         assert scores.details is not None
         return replace(scores, areas=mean_areas(own, order, scores.details.labels.numpy().__eq__, world))
+
+
+def task_of(metadata: Mapping[str, Any]) -> OneLabel:
+    """Return the task for which weights were trained.
+
+    Args:
+        metadata: the result of `zerovision.training.checkpoint.weights.read_metadata`.
+    """
+    thresholds = metadata["extra"].get(THRESHOLDS)
+    path = next(task.labels for task in TASKS if task.has_thresholds == (thresholds is not None))
+    kind: type[OneLabel] = pkgutil.resolve_name(path)
+    return kind(len(metadata["class_names"]), None if thresholds is None else np.array(thresholds, dtype=np.float64))
 
 
 def mean_log_probabilities(weighted: Weighted) -> torch.Tensor:

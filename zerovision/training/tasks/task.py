@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from zerovision.training.data.datasets import DatasetPair
     from zerovision.training.data.loader import Loader
     from zerovision.training.engines.engine import Loss, Step
+    from zerovision.training.tasks.labels import OneLabel
     from zerovision.training.tasks.scores import SampleRecorder
     from zerovision.training.world.world import World
 
@@ -35,6 +37,8 @@ class Task(Mode):
         views: minimum number of times that each image occurs in a step.
         compares: whether the loss compares all images of a step; if so, they may pass through the network twice.
         tells_one_class: whether the network has one output per class, and each image has one class.
+        has_thresholds: whether the best weights are stored with the lowest probability at which to predict each class.
+        labels: import path of the subclass of `OneLabel` that turns the network's outputs into predictions and scores.
         usual: the defaults of the settings whose default is different in this task.
         loss_scale: size of the training loss relative to cross-entropy.
         identity: what a checkpoint and the run that resumes from it must have in common, besides the recipe.
@@ -47,6 +51,8 @@ class Task(Mode):
     views: ClassVar[int] = 1
     compares: ClassVar[bool] = False
     tells_one_class: ClassVar[bool] = True
+    has_thresholds: ClassVar[bool] = False
+    labels: ClassVar[str] = "zerovision.training.tasks.labels:OneLabel"
     usual: ClassVar[dict[str, Any]] = {}
     loss_scale = 1.0
 
@@ -134,6 +140,6 @@ class Task(Mode):
 
     def recorder(self, thresholds: np.ndarray | None = None) -> SampleRecorder:
         """Return a recorder for the scores of an evaluation; for `thresholds`, see `OneLabel`."""
-        from zerovision.training.tasks.labels import OneLabel
-
-        return OneLabel(len(self.data.class_names)).recorder(keeps_probabilities=self.keeps_probabilities)
+        kind, targets = pkgutil.resolve_name(self.labels), self.data.label_targets(self.world.device)
+        labels: OneLabel = kind(len(self.data.class_names), thresholds, targets)
+        return labels.recorder(keeps_probabilities=self.keeps_probabilities)

@@ -11,11 +11,8 @@ from zerovision.training.data.settings import MULTILABEL
 from zerovision.training.tasks.task import Task
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from zerovision.training.base.leaves import Leaves
     from zerovision.training.engines.engine import Loss, Step
-    from zerovision.training.tasks.scores import SampleRecorder
 
 
 class Multilabel(Task):
@@ -28,9 +25,11 @@ class Multilabel(Task):
     }
     usual: ClassVar[dict[str, Any]] = {"loss": "bce", "best_by": "map"}
     tells_one_class = False
+    has_thresholds = True
+    labels = "zerovision.training.tasks.multilabel.labels:SeveralLabels"
 
     def is_asked(self) -> bool:
-        return self.config.task == MULTILABEL
+        return self.config.reads_lists
 
     def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
         if self.is_asked() and model_spec(self.config.model_type).takes_members:
@@ -40,9 +39,3 @@ class Multilabel(Task):
         from zerovision.training.tasks.multilabel.labels import several_loss
 
         return of_losses(self._build_loss(build=several_loss))
-
-    def recorder(self, thresholds: np.ndarray | None = None) -> SampleRecorder:
-        from zerovision.training.tasks.multilabel.labels import SeveralLabels
-
-        targets = self.data.label_targets(self.world.device)
-        return SeveralLabels(len(self.data.class_names), thresholds, targets).recorder()

@@ -50,8 +50,7 @@ class SeveralLabels(OneLabel):
     sets: torch.Tensor
 
     def __init__(self, classes: int, thresholds: np.ndarray | None = None, sets: torch.Tensor | None = None) -> None:
-        super().__init__(classes)
-        self.thresholds, self.sets = thresholds, torch.empty(0, classes) if sets is None else sets
+        super().__init__(classes, thresholds, torch.empty(0, classes) if sets is None else sets)
 
     def of_data(self, data: DatasetPair, numbers: torch.Tensor) -> tuple[OneLabel, torch.Tensor]:
         """See `OneLabel`; labels stay the same, but the sets that they stand for use the model's class indices."""
