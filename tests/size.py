@@ -27,7 +27,7 @@ ROOMS = {  # limit and end
     "zerovision/training/observe": (1157, 1050),
     "zerovision/training": (2143, 1400),
     "zerovision/launch": (2503, 1800),
-    "zerovision/planning": (1216, 1000),
+    "zerovision/planning": (1213, 1000),
     "zerovision/delivery": (3175, 2400),
     "zerovision/extras": (1478, 1300),
 }

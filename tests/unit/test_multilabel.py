@@ -25,6 +25,7 @@ from zerovision.delivery.settings import ExportSettings
 from zerovision.extras.audit.audit import audit
 from zerovision.extras.settings import AuditSettings
 from zerovision.launch.node_launcher import local_ranks_command
+from zerovision.planning.data_check import check_data, print_report
 from zerovision.training.checkpoint.weights import load_model, read_metadata
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
@@ -141,6 +142,29 @@ def test_thresholds_have_the_highest_f1(judged):
     assert scores.thresholds[3] == 0.5
     found = best_thresholds(np.array([[True], [True], [False]]), np.array([[0.9], [0.5], [0.25]], dtype=np.float32))
     assert found.tolist() == [0.375]
+
+
+def test_images_are_held_out_by_their_rarest_class_even_if_no_two_have_the_same_labels(tables):
+    names = "abcde"
+    rows = [
+        f"{number:02}.png,{';'.join(name for place, name in enumerate(names) if number >> place & 1)}\n"
+        for number in range(2 ** len(names))
+    ]
+    table = tables["colours"].with_name("distinct.csv")
+    table.write_text("".join(["path,labels\n", *rows]))
+    data = load_data(options(table, "labels"))
+    assert (data.class_names, len(data.label_names)) == ([*names], len(rows))
+    assert min(*data.train_counts, *data.val_counts) > 0
+
+
+def test_a_check_of_the_data_counts_the_images_of_each_class(tables, capsys):
+    given = options(tables["colours"], "colours")
+    data = load_data(given)
+    print_report("photos", check_data(given, workers=0))
+    printed = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    counts = zip(data.class_names, data.train_counts, data.val_counts, strict=True)
+    for name, *numbers in [*counts, ("all", len(data.train), len(data.val))]:
+        assert [name, *(str(int(number)) for number in numbers)] in printed
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from zerovision.training.base.errors import FileServerError, printable
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import THINNEST_SIDES
-from zerovision.training.data.datasets import DatasetPair
+from zerovision.training.data.datasets import DatasetPair, count_labels
 from zerovision.training.data.loader import most_workers
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.sources import UNKNOWN, Source
@@ -138,13 +137,10 @@ def print_report(data: str, report: DataReport) -> None:
     console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
     parts, names, sets = datasets.parts, datasets.class_names, datasets.sets
     table = Table("class", *(TITLES[name] for name in parts), title=escape(printable(f"{data}: {len(names)} classes")))
-    every = [part.source.labels for part in parts.values()]
-    columns = [
-        sets.images_of_each(own) if sets else torch.bincount(own, minlength=len(names)).tolist() for own in every
-    ]
+    columns = [count_labels(part.source.labels, names, name, sets) for name, part in parts.items()]
     for name, *counts in sorted(zip(names, *columns, strict=True), key=lambda row: sum(row[1:])):
         table.add_row(escape(printable(name)), *map(str, counts))
-    table.add_row("all", *(str(len(own)) for own in every))
+    table.add_row("all", *(str(len(part)) for part in parts.values()))
     console.print(table)
     lines = [f"note: {printable(note)}" for note in datasets.notes]
     lines += lines_of(equal_images(datasets, report.digests))

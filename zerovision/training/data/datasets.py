@@ -282,7 +282,7 @@ def make_dataset_pair(
         *_size_notes(size, eval_size, ramp),
     ]
     for source, what in zip(sources, ("training", "validation"), strict=False):
-        counts.append(_count_labels(source.labels, class_names, what, sets))
+        counts.append(count_labels(source.labels, class_names, what, sets))
         if names := [name for name, count in zip(class_names, counts[-1], strict=True) if not count]:
             notes.append(f"no {what} image for {first_names(names)}")
     if len(class_names) < options.fewest_classes:
@@ -448,7 +448,15 @@ def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float,
     return (sum(values) / len(values),) if channels == 1 else tuple(values) * (channels // len(values))
 
 
-def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets: LabelSets | None) -> list[int]:
+def count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets: LabelSets | None) -> list[int]:
+    """Return the number of images in each class; raise UserError if there is no image, or a label is out of range.
+
+    Args:
+        labels: int64 [N].
+        class_names: Name of each class.
+        what: Which images these are, for messages.
+        sets: See `DatasetPair`.
+    """
     if len(labels) == 0:
         raise UserError(f"the {what} set is empty: at least one image is needed.")
     if sets is not None:
