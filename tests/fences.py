@@ -19,7 +19,11 @@ FENCES = {  # what names it, its own files, limit
     "deepspeed": (r"(?i)deepspeed", rf"{ENGINES}/deepspeed/", 8),
     # The exceptions are a key of the hub's model cards, and two of DeepSpeed's configuration.
     "pipeline": (r"(?i)pipelin(?!e_tag|e_read|e_write)|has_stages", rf"{ENGINES}/pipeline/", 4),
-    "several labels": (r"multilabel|label_sets", rf"{TASKS}/", 2),
+    "several labels": (
+        r"(?i)multi[-_]?label|label_?sets|label_?lists|several_?labels",
+        rf"{TASKS}/multilabel/",
+        3,  # the table of tasks, the flags of data, and what reads lists in tables
+    ),
     "tensor": (r"tensor_parallel|TensorPart|engines\.tensor\b|world\.tensor", rf"{ENGINES}/tensor/", 1),
     "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", rf"{TASKS}/", 2),
     "islands": (r"(?i)island|diloco|local.?steps?\b|outer_", rf"{ENGINES}/islands/", 3),
@@ -58,7 +62,10 @@ def main() -> int:
     """Print a line per way of training; return 1 if one is named in more files than its limit."""
     texts = product_files()
     counts = {
-        name: (sum(not re.match(own, path) and bool(re.search(word, text)) for path, text in texts.items()), limit)
+        name: (
+            sum(not re.match(own, path) and bool(re.search(word, path + text)) for path, text in texts.items()),
+            limit,
+        )
         for name, (word, own, limit) in FENCES.items()
     }
     counts["functions of many parameters"] = sum(map(many_parameters, texts.values())), 0

@@ -19,7 +19,7 @@ ROOMS = {  # limit and end
     "zerovision/training/config": (805, 500),
     "zerovision/training/base": (1093, 550),
     "zerovision/training/world": (604, 450),
-    "zerovision/training/data": (4206, 2900),
+    "zerovision/training/data": (4204, 2900),
     "zerovision/training/recipe": (599, 650),
     "zerovision/training/engines": (3023, 2250),
     "zerovision/training/checkpoint": (587, 600),

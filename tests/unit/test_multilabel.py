@@ -20,12 +20,14 @@ from test_evaluate_predict import ROOT
 from tests.kit import ALONE, call, train
 from zerovision.delivery.export.export_model import export_model
 from zerovision.delivery.model_card import write_model_card
+from zerovision.delivery.pack import pack
 from zerovision.delivery.report.page import write_report
 from zerovision.delivery.settings import ExportSettings
 from zerovision.extras.audit.audit import audit
 from zerovision.extras.settings import AuditSettings
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.planning.data_check import check_data, print_report
+from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, read_metadata
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
@@ -165,6 +167,13 @@ def test_a_check_of_the_data_counts_the_images_of_each_class(tables, capsys):
     counts = zip(data.class_names, data.train_counts, data.val_counts, strict=True)
     for name, *numbers in [*counts, ("all", len(data.train), len(data.val))]:
         assert [name, *(str(int(number)) for number in numbers)] in printed
+
+
+def test_lists_cannot_be_packed(tables, tmp_path):
+    said = "^--task multilabel: tar files have one label for each image: train on the table itself.$"
+    with pytest.raises(UserError, match=said):
+        pack(options(tables["colours"], "colours"), tmp_path / "tars", 10**6)
+    assert not (tmp_path / "tars").exists()
 
 
 @pytest.fixture(scope="module")

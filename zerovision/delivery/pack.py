@@ -29,7 +29,6 @@ from zerovision.training.data.reading.files import IMAGE_EXTENSIONS
 from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.reading.remote_files import checksum_of
 from zerovision.training.data.reading.sources import FileSource, Source, digest_of
-from zerovision.training.data.settings import SEVERAL_LABELS
 from zerovision.training.data.tar_shards import FACTS, LABEL, TAR
 from zerovision.training.observe.loggers.text import open_console
 
@@ -67,7 +66,7 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
         raise UserError(f"OUT '{output}' exists and is not an empty folder: use a new one.")
     data = load_data(options)
     if data.sets is not None:
-        raise UserError(f"{SEVERAL_LABELS}: tar files have one label for each image: train on the table itself.")
+        raise UserError(f"--task {options.task}: tar files have one label for each image: train on the table itself.")
     done = Packed(0, 0, 0)
     with errors_of_writing(output), replacing_folder(output) as folder:
         names = "".join(f"{name}\n" for name in data.class_names).encode("utf-8", "surrogateescape")

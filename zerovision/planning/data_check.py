@@ -20,7 +20,7 @@ from zerovision.training.data.datasets import DatasetPair, count_labels
 from zerovision.training.data.loader import most_workers
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.sources import UNKNOWN, Source
-from zerovision.training.data.settings import SEVERAL_LABELS
+from zerovision.training.data.settings import READ_LISTS
 from zerovision.training.data.workers import end_with_parent, worker_context
 
 NAMED = 3
@@ -28,7 +28,7 @@ CURES = {
     "leaked": "validation or test images are identical to training images, so scores are too high: "
     "remove them from one part",
     "mislabelled": "images are identical to one with another label: remove the wrong ones, or give each image "
-    f"all its labels with {SEVERAL_LABELS}",
+    f"all its labels with {READ_LISTS}",
     "repeated": "training images are identical to others, and so count more than once",
 }
 

@@ -47,7 +47,7 @@ from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data import load_data
 from zerovision.training.data.datasets import DatasetPair
-from zerovision.training.data.settings import SEVERAL_LABELS
+from zerovision.training.data.settings import READ_LISTS
 from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabilities
 from zerovision.training.tasks.contrast.comparison import MOST_COMPARED, votes
 
@@ -220,6 +220,6 @@ def _show(
         made = f"--fixes {shown_path(folder / FIXES)}"
         print(f"groups {grouped} images share their scene with others: {made} gives each scene a group")
     print(f"page   {shown_path(folder / PAGE)}")
-    task = f" {SEVERAL_LABELS}" if catalogue.has_several else ""
+    task = f" {READ_LISTS}" if catalogue.has_several else ""
     if actions and catalogue.are_files:
         print(f"to train on the data with {FIXES}: --data {shown_path(folder / FIXED)}{task}")

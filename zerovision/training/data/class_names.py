@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from zerovision.training.base.errors import UserError, shown
-from zerovision.training.data.settings import SEVERAL_LABELS
+from zerovision.training.data.settings import READ_LISTS
 
 Label = str | int
 Named = TypeVar("Named")
@@ -145,7 +145,7 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     doubts = _doubts([group for group in alike.values() if len(group) > 1], "differ only in case, blanks or digits")
     doubts += _doubts([[name] for name in names if name.casefold() in _NOTHING], "may mean no label")
     lists = [[name] for name in names if re.search(r"[;|]|^[\[{].*[\]}]$", name)]
-    doubts += _doubts(lists, f"may be several labels: {SEVERAL_LABELS} reads those")
+    doubts += _doubts(lists, f"may be several labels: {READ_LISTS} reads those")
     if any("." in name for name in names) and all(map(_DECIMAL.fullmatch, names)):
         doubts.append(f"all are numbers such as {names[0]}: if they are measurements, use another --label-column")
     if doubts:

@@ -35,12 +35,12 @@ from zerovision.training.data.batch_transforms import BatchTransforms, Mixing
 from zerovision.training.data.class_names import first_names, notes_on_names
 from zerovision.training.data.division import fingerprint
 from zerovision.training.data.images import Images
-from zerovision.training.data.label_lists import LabelSets, make_sets
 from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_global_generators, uniform_draws
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.image_numbers import BYTES, note_unused_range, statistics
 from zerovision.training.data.reading.sources import ArraySource, FileSource, Source, open_files
-from zerovision.training.data.settings import IMBALANCE, NUMBERS, SEVERAL_LABELS
+from zerovision.training.data.settings import IMBALANCE, NUMBERS
+from zerovision.training.data.targets import LabelTargets, targets_of
 from zerovision.training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -70,7 +70,7 @@ class ImageDataset(Dataset):
     most_bad: int = 0
     mixing: Mixing | None = None
     ramp: SizeRamp | None = None
-    sets: LabelSets | None = None
+    sets: LabelTargets | None = None
 
     def __post_init__(self) -> None:
         self._smaller: ImageDataset | None = None
@@ -189,7 +189,7 @@ class DatasetPair:
     fingerprint: str
     notes: list[str] = field(default_factory=list)
     test: ImageDataset | None = None
-    sets: LabelSets | None = None
+    sets: LabelTargets | None = None
 
     @property
     def label_names(self) -> list[str]:
@@ -256,7 +256,7 @@ def make_dataset_pair(
     defaults: DatasetDefaults,
     options: DataOptions,
     fingerprint: str,
-    sets: LabelSets | None = None,
+    sets: LabelTargets | None = None,
 ) -> DatasetPair:
     """Wrap the training, validation and (with three sources) test images in their transforms.
 
@@ -308,11 +308,11 @@ def make_dataset_pair(
     )
 
 
-def _check_names(class_names: list[str], options: DataOptions, sets: LabelSets | None) -> None:
+def _check_names(class_names: list[str], options: DataOptions, sets: LabelTargets | None) -> None:
     if options.reads_lists and sets is None:
         raise UserError(
-            f"{SEVERAL_LABELS} needs a table of paths, not --data {options.data}: use LIST.csv, .tsv or .parquet with "
-            "--label-column NAME for lists such as cat;dog, or --label-column A,B,... for columns of 1s and 0s."
+            f"--task {options.task} needs a table of paths, not --data {options.data}: use LIST.csv, .tsv or .parquet "
+            "with --label-column NAME for lists such as cat;dog, or --label-column A,B,... for columns of 1s and 0s."
         )
     if repeated := [name for name, count in Counter(class_names).items() if count > 1]:
         raise UserError(f"--data {options.data}: {len(repeated)} repeated class names, such as {shown(repeated[0])}.")
@@ -379,7 +379,7 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
     first, trained, archive = given[0], given[:2], given[0].archive
     class_names, sets = [*first.words["label"]], None
     if first.classes is not None:
-        sets, class_names = make_sets(class_names, first.classes)
+        sets, class_names = targets_of(class_names, first.classes)
     for part, what in zip(given[1:] or given, ("validation", "test"), strict=False):
         if archive is not None:
             archive.check_room(what, np.unique(part["file"]).tolist())
@@ -448,7 +448,7 @@ def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float,
     return (sum(values) / len(values),) if channels == 1 else tuple(values) * (channels // len(values))
 
 
-def count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets: LabelSets | None) -> list[int]:
+def count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets: LabelTargets | None) -> list[int]:
     """Return the number of images in each class; raise UserError if there is no image, or a label is out of range.
 
     Args:

@@ -21,9 +21,9 @@ from zerovision.training.base.errors import UserError, shown
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import number_classes
 from zerovision.training.data.images import Images, pieces
-from zerovision.training.data.label_lists import rarest_class
 from zerovision.training.data.parts import CLASSES_ANYWAY, PARTS, TRAIN, VAL, parts_of_splits
 from zerovision.training.data.reading.files import ImageError
+from zerovision.training.data.targets import rarest_classes
 
 TOLERANCE = 0.1  # allowed deviation, as a share of the expected number of held-out images, plus one image
 
@@ -83,7 +83,7 @@ def undivided(images: Images, part: str, options: DataOptions) -> Images:
 
 
 def fingerprint(parts: Sequence[Images], names: Iterable[str]) -> str:
-    """Return a SHA-256 of the names of classes and label sets, and of each image's path, size, label and weight."""
+    """Return a SHA-256 of the names of classes and labels, and of each image's path, size, label and weight."""
     digest = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape"))
     for part in parts:
         digest.update(b"\n\n")
@@ -123,9 +123,7 @@ def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndar
     """Return which rows are held out, bool [n]: a share of each class, or a fold."""
     names = images.words["label"]
     if images.classes is not None:
-        counts = np.bincount(images["label"][rows], minlength=len(names)).tolist()
-        rarest = rarest_class(dict(zip(names, counts, strict=True)))
-        names = [rarest[name] for name in names]
+        names = rarest_classes(names, np.bincount(images["label"][rows], minlength=len(names)).tolist())
     classes = {name: number for number, name in enumerate(sorted({*names}))}
     strata = np.array([classes[name] for name in names], dtype=np.int32)[images["label"][rows]]
     units, name_of = _units(images, rows, options.split_seed)

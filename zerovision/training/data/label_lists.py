@@ -1,55 +1,50 @@
 """Reads tables with any number of labels per image.
 
 Each distinct set of labels has an index, which is used as the image's label when images are sorted, split and listed.
-`LabelSets` converts these indices into targets.
+`LabelTargets` converts these indices into targets.
 """
 
 from __future__ import annotations
 
 import re
 from ast import literal_eval
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
-
-import torch
+from dataclasses import replace
+from typing import Any
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.files import as_given
 from zerovision.training.data.class_names import clean, label_of
-from zerovision.training.data.settings import SEVERAL_LABELS
+from zerovision.training.data.images import Images
+from zerovision.training.data.settings import READ_LISTS
+from zerovision.training.data.table import TableColumns
+from zerovision.training.data.targets import SEPARATOR
 
-SEPARATOR = ";"  # in the name of a set
 SEPARATORS = re.compile(r"[;|]")
 LISTS = re.compile(r"[;|,]|^[\[({]")  # in a cell that may contain more than one label
 OF_COLUMNS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False, "": False}
 
-
-class LabelSets(NamedTuple):
-    """The distinct sets of labels in a data set.
-
-    Attributes:
-        names: Names of the S sets: their classes, separated by semicolons.
-        targets: float32 [S, K], 1 for each class in a set, otherwise 0.
-    """
-
-    names: list[str]
-    targets: torch.Tensor
-
-    def images_of_each(self, labels: torch.Tensor) -> list[int]:
-        """Return the number of images in each of K classes; `labels` holds the index of each image's set, int64 [N]."""
-        counts = torch.bincount(labels, minlength=len(self.names)).double() @ self.targets.double()
-        return [int(count) for count in counts]
+Cell = str | tuple[str, ...]  # text, or the labels of a list
 
 
-def columns_of(label_column: str) -> list[str]:
-    """Return the columns that `--label-column` names, one per class; a single column contains lists of classes."""
-    return [clean(name) for name in label_column.split(",")]
+class ListColumns(TableColumns):
+    """The columns of a table with one column of lists, or one column per class with 1 or 0 in its cells."""
+
+    def label(self, row: Mapping[str, Any]) -> Cell:
+        """Return the labels in a row, or the text of a cell whose labels `classified` separates; see `TableColumns`."""
+        cells = ["" if (cell := row.get(name)) is None else cell for name in self.labels]
+        return marked([str(cell) for cell in cells], self.wanted) if len(cells) > 1 else list_in(cells[0])
+
+    def classified(self, images: Images, where: str) -> Images:
+        """See `TableColumns`; the labels become the names of sets."""
+        of_cell = set_names(images.words["label"], self.separator, f"{where}, column {self.labels[0]}")
+        images = images.renamed("label", of_cell, sorted({*of_cell.values()}))
+        return replace(images, classes=self.wanted if len(self.labels) > 1 else ())
 
 
-def set_name(cells: Sequence[str], columns: Sequence[str]) -> str:
-    """Return the name of a row's set of labels.
+def marked(cells: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that a row marks with 1.
 
     Args:
         cells: The row's cells in `columns`.
@@ -64,10 +59,7 @@ def set_name(cells: Sequence[str], columns: Sequence[str]) -> str:
             raise ValueError(f"{shown(name)} is {shown(cell)}; expected 1 or 0, and no ; or | in the column's name")
         if OF_COLUMNS[cell.strip().lower()]:
             chosen.append(name)
-    return SEPARATOR.join(sorted(chosen))
-
-
-Cell = str | tuple[str, ...]  # text, or the labels of a list
+    return tuple(chosen)
 
 
 def list_in(cell: object) -> Cell:
@@ -92,7 +84,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
     separate labels if every part is also the only label of some image; if only some parts are, the cell is ambiguous.
 
     Args:
-        cells: All cells of the column, from `list_in`.
+        cells: All cells of the column, from `list_in`, or all results of `marked`.
         separator: The user's separator between labels, or ''.
         where: Name of the column, for messages.
 
@@ -114,7 +106,7 @@ def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell,
             missing = next(part for part in divided if part and part not in known)
             raise UserError(
                 f"{where}: {shown(cell)} may be one label or several, and {shown(missing)} is the label of no other "
-                f"image: use {SEVERAL_LABELS}:',' (or :' ', or :';' if it is one label)."
+                f"image: use {READ_LISTS}:',' (or :' ', or :';' if it is one label)."
             )
         else:
             parts[cell] = [cell]
@@ -135,38 +127,3 @@ def _certain_parts(cell: Cell, separator: str) -> list[str] | None:
     else:
         return None if LISTS.search(cell) or len(cell.split()) > 1 else [cell]
     return [clean(as_given(clean(part))) for part in found]
-
-
-def classes_of(name: str) -> list[str]:
-    """Return the classes in a set, given the set's name."""
-    return name.split(SEPARATOR) if name else []
-
-
-def make_sets(names: Iterable[str], class_names: Sequence[str]) -> tuple[LabelSets, list[str]]:
-    """Build the label sets with these names, and return them with the names of the classes.
-
-    Args:
-        names: Names of the sets, without duplicates.
-        class_names: The class names in order; if empty, the classes that occur in the sets are used in sorted order.
-    """
-    names = list(names)
-    classes = list(class_names) or sorted({one for name in names for one in classes_of(name)})
-    numbers = {name: number for number, name in enumerate(classes)}
-    targets = torch.zeros(len(names), len(classes))
-    for row, name in enumerate(names):
-        targets[row, [numbers[one] for one in classes_of(name)]] = 1
-    return LabelSets(names, targets), classes
-
-
-def rarest_class(images: Mapping[str, int]) -> dict[str, str]:
-    """Return the rarest class of each set, or '' for the empty set.
-
-    Some images of each group with the same rarest class are held out, so that rare classes are represented, too.
-
-    Args:
-        images: Number of images of each set.
-    """
-    counts: Counter[str] = Counter()
-    for name, number in images.items():
-        counts.update(dict.fromkeys(classes_of(name), number))
-    return {name: min(classes_of(name), key=lambda one: (counts[one], one), default="") for name in images}

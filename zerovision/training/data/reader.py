@@ -33,7 +33,7 @@ class Batch:
         epoch: Epoch, which determines the part of the augmentation that is applied to whole batches.
         draw_keys: int64 [B], keys that seed the augmentation together with `epoch`; see `BatchKey`.
         leaf: See `BatchKey`.
-        targets: float32 [B, classes], or None if `labels` are the targets; see `batch_transforms` and `LabelSets`.
+        targets: float32 [B, classes], or None if `labels` are the targets; see `batch_transforms` and `LabelTargets`.
         is_transformed: Whether `images` are already normalized.
         digests: int64 [B], digests of the images' files; see `reading.sources.digest_of`; empty unless the key requests
             them.

@@ -20,7 +20,8 @@ DATA_ROOT = "~/.cache/zerovision"
 URL = "://"
 TaskName = Literal["multiclass", "multilabel"]
 MULTILABEL: TaskName = "multilabel"
-SEVERAL_LABELS = f"--task {MULTILABEL}"
+READ_LISTS = f"--task {MULTILABEL}"  # for labels that are lists of classes
+LIST_COLUMNS = "zerovision.training.data.label_lists:ListColumns"  # reads them in tables
 IMBALANCE = 15  # ratio of the largest class to the smallest from which a run prints a note
 MAX_MEGAPIXELS, MOST_MEGAPIXELS = 179, 10_000  # per image: default limit, as in Pillow; largest limit allowed
 

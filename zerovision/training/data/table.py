@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import os
+import pkgutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path, PurePath
@@ -20,10 +21,9 @@ from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.columns import FactColumns, find_column, unused_notes
 from zerovision.training.data.division import in_parts, with_classes
 from zerovision.training.data.images import Images, ImagesBuilder
-from zerovision.training.data.label_lists import columns_of, list_in, set_name, set_names
 from zerovision.training.data.reading.files import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
-from zerovision.training.data.settings import DATA_ROOT, SEVERAL_LABELS
+from zerovision.training.data.settings import DATA_ROOT, LIST_COLUMNS, READ_LISTS
 
 PATH_COLUMNS = ("path", "image")  # `predict` writes the second
 SEPARATORS = (",", ";", "\t", "|")
@@ -50,7 +50,8 @@ def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions)
 
 def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options: DataOptions) -> Images:
     """Return the images that a table lists, even if files are missing; for other errors, see `listing`."""
-    columns, builder, left_out = _TableColumns(header, options), ImagesBuilder(), 0
+    kind = pkgutil.resolve_name(LIST_COLUMNS) if options.reads_lists else TableColumns
+    columns, builder, left_out = kind(header, options), ImagesBuilder(), 0
     for line, row in rows:
         try:
             path = str(row.get(columns.path) or "")
@@ -66,54 +67,57 @@ def lines_of(header: Sequence[str], rows: Iterable[Row], root: PurePath, options
     if not len(builder):
         raise UserError(f"--data {options.data}: the table has no rows below the header.")
     notes = [f"skipped {plural(left_out, 'line')} without a label"] if left_out else []
-    return columns.classified(replace(builder.build(root), notes=[*notes, *unused_notes(columns.unused)]), options)
+    images = replace(builder.build(root), notes=[*notes, *unused_notes(columns.unused)])
+    return columns.classified(in_parts(images, options), f"--data {options.data}")
 
 
-class _TableColumns(FactColumns):
-    """The columns of a table: paths, labels and other facts."""
+def columns_of(label_column: str) -> list[str]:
+    """Return the names in `--label-column`, which are separated by commas."""
+    return [clean(name) for name in label_column.split(",")]
+
+
+class TableColumns(FactColumns):
+    """The columns of a table: paths, labels and other facts; in this class, one column contains the classes.
+
+    Attributes:
+        path: Name of the column of paths.
+        labels: Names of the label columns.
+        wanted: Names of the label columns, as the user wrote them.
+        separator: Separator of the labels in a cell, as the user gave it; may be empty.
+    """
 
     def __init__(self, header: Sequence[str], options: DataOptions) -> None:
-        self._are_lists = options.reads_lists
-        self._classes = columns_of(options.label_column) if self._are_lists else [options.label_column]
+        self.wanted = columns_of(options.label_column) if options.reads_lists else [options.label_column]
+        self.separator = options.label_separator
         wanted = [options.path_column] if options.path_column else [*PATH_COLUMNS]
-        paths, labels = ([find_column(header, name) or "" for name in names] for names in (wanted, self._classes))
-        self.path, self._labels = next(filter(None, paths), ""), labels
+        paths, labels = ([find_column(header, name) or "" for name in names] for names in (wanted, self.wanted))
+        self.path, self.labels = next(filter(None, paths), ""), labels
         for column, name, flag in (
             (self.path, wanted[0], "--path-column"),
-            *((one, name, "--label-column") for one, name in zip(labels, self._classes, strict=True)),
+            *((one, name, "--label-column") for one, name in zip(labels, self.wanted, strict=True)),
         ):
             if not column:
                 found = f"The columns are {', '.join(map(one_line, header[:20]))}"
-                cure = f"use {flag} NAME" if "," not in name else f"for a label per column, add {SEVERAL_LABELS}"
+                cure = f"use {flag} NAME" if "," not in name else f"for a label per column, add {READ_LISTS}"
                 raise UserError(
                     f"--data {options.data} has no column {name!r}.{nearest(name, header)} {found}: {cure}."
                 )
-        super().__init__(header, [self.path, *self._labels])
+        super().__init__(header, [self.path, *self.labels])
 
-    def label(self, row: Mapping[str, Any]) -> Any:
-        """Return the label in a row, or None; with several labels per image, the cell's contents or the set's name.
+    def label(self, row: Mapping[str, Any]) -> Hashable:
+        """Return the label in a row, before `classified`, or None.
 
         Raises:
             ValueError: If the label is empty or invalid.
         """
-        cells = [row.get(name) for name in self._labels]
-        if self._are_lists:
-            texts = ["" if cell is None else cell for cell in cells]
-            return set_name([str(text) for text in texts], self._classes) if len(texts) > 1 else list_in(texts[0])
-        if cells[0] is None or not clean(str(cells[0])):
-            raise ValueError(f"the cell in column {self._labels[0]!r} is empty")
-        return label_of(cells[0])
+        cell = row.get(self.labels[0])
+        if cell is None or not clean(str(cell)):
+            raise ValueError(f"the cell in column {self.labels[0]!r} is empty")
+        return label_of(cell)
 
-    def classified(self, images: Images, options: DataOptions) -> Images:
-        """Return the images with their classes (or sets of classes) and parts; raise UserError if any is unknown."""
-        where, images = f"--data {options.data}", in_parts(images, options)
-        if not self._are_lists:
-            return with_classes(images, (), where)
-        of_cell = {name: name for name in images.words["label"]}
-        if len(self._classes) == 1:
-            of_cell = set_names([*of_cell], options.label_separator, f"{where}, column {self._labels[0]}")
-        images = images.renamed("label", of_cell, sorted({*of_cell.values()}))
-        return replace(images, classes=self._classes if len(self._classes) > 1 else ())
+    def classified(self, images: Images, where: str) -> Images:
+        """Return the images with names as labels; raise UserError, which names the data `where`, if any is unclear."""
+        return with_classes(images, (), where)
 
 
 def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:

@@ -1,0 +1,63 @@
+"""Labels that stand for any number of classes: their names, which list the classes, and their targets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+SEPARATOR = ";"  # between the classes in a label's name
+
+
+class LabelTargets(NamedTuple):
+    """The distinct labels in a data set, each of which stands for any number of classes.
+
+    Attributes:
+        names: Names of the S labels: their classes, separated by semicolons.
+        targets: float32 [S, K], 1 for each class of a label, otherwise 0.
+    """
+
+    names: list[str]
+    targets: torch.Tensor
+
+    def images_of_each(self, labels: torch.Tensor) -> list[int]:
+        """Return the number of images in each of K classes; `labels` are indices into `names`, int64 [N]."""
+        counts = torch.bincount(labels, minlength=len(self.names)).double() @ self.targets.double()
+        return counts.long().tolist()
+
+
+def classes_of(name: str) -> list[str]:
+    """Return the classes that a label stands for, given its name."""
+    return name.split(SEPARATOR) if name else []
+
+
+def targets_of(names: list[str], class_names: Sequence[str]) -> tuple[LabelTargets, list[str]]:
+    """Return the targets of the labels with these names, and the names of the classes.
+
+    Args:
+        names: Names of the labels, without duplicates.
+        class_names: The class names in order; if empty, the classes that occur in the labels are used in sorted order.
+    """
+    classes = list(class_names) or sorted({one for name in names for one in classes_of(name)})
+    numbers = {name: number for number, name in enumerate(classes)}
+    targets = torch.zeros(len(names), len(classes))
+    for row, name in enumerate(names):
+        targets[row, [numbers[one] for one in classes_of(name)]] = 1
+    return LabelTargets(names, targets), classes
+
+
+def rarest_classes(names: Sequence[str], images: Sequence[int]) -> list[str]:
+    """Return the rarest class of each label, or '' for a label without classes.
+
+    Some images of each group with the same rarest class are held out, so that rare classes are represented, too.
+
+    Args:
+        names: Names of the labels.
+        images: Number of images with each label.
+    """
+    counts: Counter[str] = Counter()
+    for name, number in zip(names, images, strict=True):
+        counts.update(dict.fromkeys(classes_of(name), number))
+    return [min(classes_of(name), key=lambda one: (counts[one], one), default="") for name in names]
