@@ -379,7 +379,7 @@ def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> Dataset
     first, trained, archive = given[0], given[:2], given[0].archive
     class_names, sets = [*first.words["label"]], None
     if first.classes is not None:
-        sets, class_names = targets_of(class_names, first.classes)
+        sets, class_names = targets_of(class_names, first.classes), [*first.classes]
     for part, what in zip(given[1:] or given, ("validation", "test"), strict=False):
         if archive is not None:
             archive.check_room(what, np.unique(part["file"]).tolist())

@@ -75,8 +75,7 @@ class Images:
         words: Names that the numbers in each column of `WORDS` stand for; folders end with a slash.
         text: File names as bytes, uint8; shared by all tables taken from the same table.
         archive: Archive that contains the images; None if each image is a separate file.
-        classes: Class names if a label stands for any number of classes, or () if the labels define them; None if each
-            label is one class.
+        classes: Class names if a label stands for any number of classes; None if each label is one class.
         notes: One-line messages for the user.
     """
 

@@ -19,7 +19,7 @@ from zerovision.training.data.class_names import clean, label_of
 from zerovision.training.data.images import Images
 from zerovision.training.data.settings import READ_LISTS
 from zerovision.training.data.table import TableColumns
-from zerovision.training.data.targets import SEPARATOR
+from zerovision.training.data.targets import SEPARATOR, classes_of
 
 SEPARATORS = re.compile(r"[;|]")
 LISTS = re.compile(r"[;|,]|^[\[({]")  # in a cell that may contain more than one label
@@ -39,8 +39,9 @@ class ListColumns(TableColumns):
     def classified(self, images: Images, where: str) -> Images:
         """See `TableColumns`; the labels become the names of sets."""
         of_cell = set_names(images.words["label"], self.separator, f"{where}, column {self.labels[0]}")
-        images = images.renamed("label", of_cell, sorted({*of_cell.values()}))
-        return replace(images, classes=self.wanted if len(self.labels) > 1 else ())
+        names = sorted({*of_cell.values()})
+        classes = self.wanted if len(self.labels) > 1 else sorted({one for name in names for one in classes_of(name)})
+        return replace(images.renamed("label", of_cell, names), classes=classes)
 
 
 def marked(cells: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:

@@ -33,19 +33,13 @@ def classes_of(name: str) -> list[str]:
     return name.split(SEPARATOR) if name else []
 
 
-def targets_of(names: list[str], class_names: Sequence[str]) -> tuple[LabelTargets, list[str]]:
-    """Return the targets of the labels with these names, and the names of the classes.
-
-    Args:
-        names: Names of the labels, without duplicates.
-        class_names: The class names in order; if empty, the classes that occur in the labels are used in sorted order.
-    """
-    classes = list(class_names) or sorted({one for name in names for one in classes_of(name)})
-    numbers = {name: number for number, name in enumerate(classes)}
-    targets = torch.zeros(len(names), len(classes))
+def targets_of(names: list[str], class_names: Sequence[str]) -> LabelTargets:
+    """Return the targets of the labels with these names, without duplicates, for the classes in this order."""
+    numbers = {name: number for number, name in enumerate(class_names)}
+    targets = torch.zeros(len(names), len(class_names))
     for row, name in enumerate(names):
         targets[row, [numbers[one] for one in classes_of(name)]] = 1
-    return LabelTargets(names, targets), classes
+    return LabelTargets(names, targets)
 
 
 def rarest_classes(names: Sequence[str], images: Sequence[int]) -> list[str]:
