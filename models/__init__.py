@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from zerovision.training.base.errors import UserError, unknown_name
+from zerovision.training.base.errors import UserError, check_name
 
 TIMM_PREFIX = "timm:"
 HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # for a repository on the Hugging Face hub; see `zerovision.models.hub_models`
@@ -88,7 +88,7 @@ def check_model_name(name: str) -> None:
     if name not in MODELS and name.removeprefix(TIMM_PREFIX) in (name, "", *MODELS):
         from zerovision.models.timm_models import name_in_timm  # imported late, only for a wrong name
 
-        raise unknown_name("model", name, [*MODELS, f"{TIMM_PREFIX}<name>"], name_in_timm(name, MODELS))
+        check_name("model", name, [*MODELS, f"{TIMM_PREFIX}<name>"], name_in_timm(name, MODELS))
 
 
 def model_spec(name: str) -> ModelSpec:

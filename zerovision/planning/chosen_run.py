@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerovision.planning.choose import EFFORTS, MINUTES, Choices, choose, has_head_first, of_head, values_of
-from zerovision.training.base.errors import UserError, unknown_name
+from zerovision.training.base.errors import UserError, check_name
 from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.run_folder import CHOICE, RunFolder
 from zerovision.training.config import FLAG_OF, WORDS, TrainConfig
@@ -99,8 +99,8 @@ def choose_run(
         raise UserError(f"{label_of['resume']} {resume} continues a run: add {label_of['run_name']}.")
     if saved_settings(values):
         return ChosenRun([settled(values, preset, label_of, is_launched=is_launched)], began=began)
-    if effort and effort not in EFFORTS:
-        raise unknown_name("effort", effort, EFFORTS)
+    if effort:
+        check_name("effort", effort, EFFORTS)
     from zerovision.planning.choose_facts import gather  # imports torch
 
     if values["data"].startswith("hf:"):

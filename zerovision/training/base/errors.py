@@ -87,18 +87,21 @@ def either(names: Iterable[str]) -> str:
     return f"{', '.join(before)} or {last}" if before else last
 
 
-def unknown_name(kind: str, given: str, allowed: Iterable[str], hint: str = "") -> UserError:
-    """Build the error for an unknown name: what was given, what the name means in other trainers, and what is allowed.
+def check_name(kind: str, given: str, allowed: Collection[str], hint: str = "") -> None:
+    """Check that a name is known.
 
     Args:
         kind: kind of name.
-        given: the unknown name.
+        given: the name.
         allowed: the known names.
-        hint: an additional sentence, or ''.
+        hint: an additional sentence for the message, or ''.
+
+    Raises:
+        UserError: for an unknown name: what was given, what the name means in other trainers, and what is allowed.
     """
-    names = list(allowed)
-    hint = ours(given, names, kind) or hint or nearest(given, names)
-    return UserError(f"unknown {kind} '{one_line(given, 100)}'.{hint} Allowed: {', '.join(names)}.")
+    if given not in allowed:
+        hint = ours(given, allowed, kind) or hint or nearest(given, allowed)
+        raise UserError(f"unknown {kind} '{one_line(given, 100)}'.{hint} Allowed: {', '.join(allowed)}.")
 
 
 @cache

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from zerovision.models import check_model_name, model_spec
-from zerovision.training.base.errors import UserError, either, shown, unknown_name
+from zerovision.training.base.errors import UserError, check_name, either, shown
 from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.settings import Mode, Values
 from zerovision.training.base.units import plural
@@ -46,8 +46,7 @@ RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 def check_launched_strategy(name: str) -> None:
     """Raise a UserError for a strategy that launchers do not support."""
-    if name not in STRATEGIES and name not in OF_LAUNCHERS:
-        raise unknown_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
+    check_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
 
 
 def check_launched(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
@@ -136,8 +135,7 @@ def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> 
 def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield mistakes in single values, or raise the UserError of a value's parser."""
     check_model_name(config.model_type)
-    if config.loss not in LOSSES:
-        raise unknown_name("loss", config.loss, LOSSES)
+    check_name("loss", config.loss, LOSSES)
     if config.batch_size == "auto" and config.gradient_accumulation_steps > 1:
         yield (
             f"{of['batch_size']} auto also chooses {of['gradient_accumulation_steps']}: leave it out. For more images "
@@ -149,8 +147,7 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
             f"scripts/launch_distributed.sh {config.model_type} {config.strategy} <num_gpus> {config.batch_size} "
             f"{config.epochs}."
         )
-    if config.strategy not in STRATEGIES:
-        raise unknown_name("strategy", config.strategy, STRATEGIES)
+    check_name("strategy", config.strategy, STRATEGIES)
     augmentation_of(config, default="crop_flip")
     find_dataset(config.data)
     if "://" in config.log_dir:
@@ -170,8 +167,7 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
             "a letter or digit."
         )
     for name in config.destinations:
-        if name not in LOGGERS:
-            raise unknown_name("logger", name, LOGGERS)
+        check_name("logger", name, LOGGERS)
     plan = STRATEGIES[config.strategy]
     if config.offload not in plan.offloadable:
         able = f"{of['strategy']} {config.strategy} supports only {of['offload']} {either(plan.offloadable)}"

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
-from zerovision.training.base.errors import UserError, nearest, one_line, ours, plain, unknown_name
+from zerovision.training.base.errors import UserError, check_name, nearest, one_line, ours, plain
 from zerovision.training.base.files import read_small_text
 from zerovision.training.base.settings import PRESET_FOLDER, PRESETS
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS
@@ -28,8 +28,7 @@ def read_preset(name: str) -> dict[str, Any]:
     """
     if not name:
         return {}
-    if name not in PRESETS:
-        raise unknown_name("preset", name, PRESETS)
+    check_name("preset", name, PRESETS)
     return read_config_file(PRESET_FOLDER / f"{name}.yaml")
 
 

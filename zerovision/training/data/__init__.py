@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from zerovision.models import LARGEST_IMAGE_SIZE
 from zerovision.models.sides import sides
-from zerovision.training.base.errors import UserError, unknown_name
+from zerovision.training.base.errors import UserError, check_name
 from zerovision.training.data.augmentations import MIN_IMAGE_SIZE
 from zerovision.training.data.reading.remote import check_url
 from zerovision.training.data.reading.retry import is_folder, patiently
@@ -191,9 +191,8 @@ def _check_options(options: DataOptions) -> None:
     """Check options passed from Python; command-line options are checked earlier."""
     bad_image_share(options.bad_images)
     for name, hint in get_type_hints(DataOptions).items():
-        given, allowed = getattr(options, name), get_args(hint)
-        if get_origin(hint) is Literal and given not in allowed:
-            raise unknown_name(name.replace("_", " "), given, allowed)
+        if get_origin(hint) is Literal:
+            check_name(name.replace("_", " "), getattr(options, name), get_args(hint))
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: use a number above 0 and below 1.")
     if options.folds and not options.fold <= options.folds != 1:

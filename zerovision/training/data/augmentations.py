@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from zerovision.models import LARGEST_IMAGE_SIZE
-from zerovision.training.base.errors import UserError, either, one_line, shown, unknown_name
+from zerovision.training.base.errors import UserError, check_name, either, one_line, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,8 +117,7 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
     Raises:
         UserError: If a name or range is invalid, or a setting does not apply to the selected augmentation.
     """
-    if given.augmentation not in ("auto", *AUGMENTATIONS):  # auto selects the data set's default
-        raise unknown_name("augmentation", given.augmentation, ("auto", *AUGMENTATIONS))
+    check_name("augmentation", given.augmentation, ("auto", *AUGMENTATIONS))  # auto selects the data set's default
     name = default if given.augmentation == "auto" else given.augmentation
     line = AUGMENTATIONS[name]
     if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):

@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from torchvision import datasets
 
-from zerovision.training.base.errors import FileServerError, UserError, one_line, unknown_name
+from zerovision.training.base.errors import FileServerError, UserError, check_name, one_line
 from zerovision.training.data import DataOptions
 from zerovision.training.data.datasets import DatasetPair, make_array_datasets, make_file_datasets
 from zerovision.training.data.images import Images, ImagesBuilder
@@ -66,8 +66,7 @@ def load(options: DataOptions) -> DatasetPair:
         UserError: If the name is unknown, the set is missing and `download` is not set, or the download fails.
     """
     name = options.data.partition(":")[2]
-    if name not in TORCHVISION_SETS:
-        raise unknown_name("torchvision data set", name, TORCHVISION_SETS)
+    check_name("torchvision data set", name, TORCHVISION_SETS)
     entry = TORCHVISION_SETS[name]
     train, val = (_open(name, options, entry.arguments(is_train=is_train)) for is_train in (True, False))
     class_names = _class_names(train)

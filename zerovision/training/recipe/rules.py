@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zerovision.training.base.errors import UserError, either, shown, unknown_name
+from zerovision.training.base.errors import UserError, check_name, either, shown
 
 # These rules work with every engine and strategy: an element's update depends only on that element's history, so flat
 # parts of parameters can be updated like whole parameters.
@@ -87,8 +87,7 @@ def read_fallback(text: str) -> Fallback:
         UserError: for an invalid value.
     """
     name, scale, options = (*text.split(":", 2), "", "")[:3]
-    if name not in ELEMENT_WISE:
-        raise unknown_name("fallback optimizer", name, ELEMENT_WISE)
+    check_name("fallback optimizer", name, ELEMENT_WISE)
     try:
         rate_scale = _number(sys.float_info.min, MOST_TIMES)(scale or "1")
     except ValueError:
@@ -113,8 +112,7 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_
     Raises:
         UserError: if the rule does not exist or does not work with them; the message says what to type instead.
     """
-    if name not in (allowed := [*ELEMENT_WISE, *WHOLE_PARAMETER]):
-        raise unknown_name("optimizer", name, allowed)
+    check_name("optimizer", name, [*ELEMENT_WISE, *WHOLE_PARAMETER])
     if name in WHOLE_PARAMETER and shards_parameters:
         raise UserError(
             f"{flag} {name} needs whole parameters, but --strategy {strategy} shards them: use --strategy ddp, "

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerovision.models import USUAL_RATE, model_spec
-from zerovision.training.base.errors import UserError, shown, unknown_name
+from zerovision.training.base.errors import UserError, check_name, shown
 from zerovision.training.recipe import read_tune
 
 if TYPE_CHECKING:  # at run time, `recipe.settings` imports a table from this module
@@ -201,8 +201,7 @@ def schedule_fields(text: str, config: RecipeSettings, steps_per_epoch: int) -> 
         UserError: for an unknown schedule, or for invalid options after its name.
     """
     name, *words = text.split(":")
-    if name not in SCHEDULES:
-        raise unknown_name("schedule", name, SCHEDULES)
+    check_name("schedule", name, SCHEDULES)
     try:
         return SCHEDULES[name].fields(config, steps_per_epoch, *words)
     except (KeyError, TypeError, ValueError):  # an unknown shape, too many words or an invalid number
