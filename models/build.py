@@ -24,6 +24,7 @@ from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.settings import RunSettings
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # index tables are smaller than the larger of the two
+PROJECTED_BY = "--loss supcon"  # what users type to train a network with a `ProjectionHead`
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,22 @@ def _assemble(description: Description, parts: list[nn.Module]) -> nn.Module:
 
 
 def _create(part: Description, **options: Any) -> nn.Module:
-    """Create a part from its description; for the options, see `create`."""
+    """Create a part from its description; for the options, see `create`.
+
+    Raises:
+        UserError: if a projection cannot replace the classifier, because the classifier is not a single linear layer.
+    """
     module = create(part, **options)
-    return put_projection(module, part.model_type, part.embedding) if part.embedding else module
+    if part.embedding:
+        names = as_names(getattr(module, "default_cfg", {}).get("classifier"))
+        classifier = module.get_submodule(names[0]) if len(names) == 1 else None
+        if not isinstance(classifier, nn.Linear):
+            raise UserError(
+                f"{PROJECTED_BY}: the head of model '{part.model_type}' is not a single linear layer, so it cannot be "
+                "replaced with a projection: use another model."
+            )
+        module.set_submodule(names[0], ProjectionHead(classifier.in_features, part.embedding))
+    return module
 
 
 def _adapt_weights(description: Description, tensors: StateDict) -> StateDict:
@@ -270,20 +284,3 @@ class ProjectionHead(nn.Sequential):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Map features `[B, F]` to `[B, width]`; in evaluation, return the features unchanged."""
         return super().forward(features) if self.training else features
-
-
-def put_projection(module: nn.Module, model_type: str, width: int) -> nn.Module:
-    """Replace a network's classifier with a projection, and return the network.
-
-    Raises:
-        UserError: if the classifier is not a single linear layer.
-    """
-    names = as_names(getattr(module, "default_cfg", {}).get("classifier"))
-    classifier = module.get_submodule(names[0]) if len(names) == 1 else None
-    if not isinstance(classifier, nn.Linear):
-        raise UserError(
-            f"--loss supcon: the head of model '{model_type}' is not a single linear layer, so it cannot be "
-            "replaced with a projection: use another model."
-        )
-    module.set_submodule(names[0], ProjectionHead(classifier.in_features, width))
-    return module

@@ -25,7 +25,8 @@ FENCES = {  # what names it, its own files, limit
         3,  # the table of tasks, the flags of data, and what reads lists in tables
     ),
     "tensor": (r"tensor_parallel|TensorPart|engines\.tensor\b|world\.tensor", rf"{ENGINES}/tensor/", 1),
-    "contrastive": (r"contrastive|supcon|GradientCache|gradient_cache", rf"{TASKS}/", 2),
+    # The contrast of an image, beside its brightness, is another thing.
+    "contrastive": (r"(?i)(?<!brightness, )contrast|supcon|gradient_?cache", rf"{TASKS}/contrast/", 2),
     "islands": (r"(?i)island|diloco|local.?steps?\b|outer_", rf"{ENGINES}/islands/", 3),
     "teacher": (r"teacher|distill", rf"{TASKS}/", 1),
 }

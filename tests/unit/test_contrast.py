@@ -27,7 +27,8 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.data.sample_rows import SampleRows
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.engines.engine import StepInput, TimedEngine
-from zerovision.training.tasks.contrast.comparison import NEIGHBOURS, TEMPERATURE, GradientCache, contrast, log_votes
+from zerovision.training.tasks.contrast.comparison import GradientCache, contrast
+from zerovision.training.tasks.nearest import NEIGHBOURS, TEMPERATURE, log_votes
 
 CLASSES, IMAGES, CHUNK = 3, 32, 4
 LABELS = torch.tensor([0, 1, 2, 1] * (IMAGES // 4))

@@ -49,7 +49,7 @@ from zerovision.training.data import load_data
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.settings import READ_LISTS
 from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabilities
-from zerovision.training.tasks.contrast.comparison import MOST_COMPARED, votes
+from zerovision.training.tasks.nearest import MOST_COMPARED, votes
 
 SMALL_CLASS = 10  # training images
 LEAST_ACCURACY = 0.8  # minimum accuracy of a classifier whose doubts are reported

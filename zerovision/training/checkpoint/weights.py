@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from zerovision.models.build import rebuild_model, tensor_mismatch
+from zerovision.models.build import PROJECTED_BY, rebuild_model, tensor_mismatch
 from zerovision.models.dry_run import forward_failure
 from zerovision.models.weights_file import check_finite
 from zerovision.models.weights_metadata import (
@@ -128,7 +128,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
             print(note, file=sys.stderr, flush=True)
     if metadata["description"].embedding:
         raise UserError(
-            f"weights file '{path}' was trained with --loss supcon and has no classifier yet: train a head with "
+            f"weights file '{path}' was trained with {PROJECTED_BY} and has no classifier yet: train a head with "
             f"--weights {path} --tune head."
         )
     try:

@@ -54,7 +54,7 @@ class Contrastive(Task):
         from zerovision.training.data.datasets import ImageDataset
         from zerovision.training.data.loader import Loader
         from zerovision.training.data.sampler import EvaluationPlan
-        from zerovision.training.tasks.contrast.comparison import MOST_COMPARED
+        from zerovision.training.tasks.nearest import MOST_COMPARED
 
         images = ImageDataset(self.data.train.source, self.data.preprocessing, most_bad=self.data.train.most_bad)
         train, val = build([images])
@@ -67,7 +67,7 @@ class Contrastive(Task):
         import torch.nn.functional as F
 
         from zerovision.training.data.sample_rows import SampleRows
-        from zerovision.training.tasks.contrast.comparison import log_votes
+        from zerovision.training.tasks.nearest import log_votes
 
         rows = SampleRows(self._compared, self.world.data, self._stride)
         signal = forward(self._compared, rows.add)
@@ -77,7 +77,7 @@ class Contrastive(Task):
         return signal, lambda outputs: log_votes(outputs, bank, labels, classes)
 
     def notes(self, weights: str) -> list[str]:
-        from zerovision.training.tasks.contrast.comparison import NEIGHBOURS
+        from zerovision.training.tasks.nearest import NEIGHBOURS
 
         return [
             f"top-1 is that of the {NEIGHBOURS} nearest training images, because --loss {self.config.loss} trains no "
