@@ -28,7 +28,7 @@ FENCES = {  # what names it, its own files, limit
     # The contrast of an image, beside its brightness, is another thing.
     "contrastive": (r"(?i)(?<!brightness, )contrast|supcon|gradient_?cache", rf"{TASKS}/contrast/", 2),
     "islands": (r"(?i)island|diloco|local.?steps?\b|outer_", rf"{ENGINES}/islands/", 3),
-    "teacher": (r"teacher|distill", rf"{TASKS}/", 1),
+    "teacher": (r"(?i)teacher|distill", rf"{TASKS}/teacher/", 1),
 }
 MOST_PARAMETERS, MOST_FIELDS = 6, 15
 

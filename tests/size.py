@@ -21,7 +21,7 @@ ROOMS = {  # limit and end
     "zerovision/training/world": (604, 450),
     "zerovision/training/data": (4201, 2900),
     "zerovision/training/recipe": (596, 650),
-    "zerovision/training/engines": (3023, 2250),
+    "zerovision/training/engines": (3022, 2250),
     "zerovision/training/checkpoint": (587, 600),
     "zerovision/training/tasks": (791, 400),
     "zerovision/training/observe": (1157, 1050),

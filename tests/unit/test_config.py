@@ -246,6 +246,13 @@ def test_help_names_every_flag_with_default_and_imports_no_torch():
             "tune",
         ),
         (
+            "pipeline-parallel: 2",
+            "--distill kl:4 --teacher t --model-type ensemble",
+            "--distill kl:4 --teacher t",
+            {"pipeline_parallel": 2},
+            "pipeline-parallel 2 cannot be combined with --distill",
+        ),
+        (
             "mixup: 0.2\nmixup-probability: 1::40",
             "--preset resnet50-rsb-a2",
             "--preset resnet50-rsb-a2 --epochs 39",

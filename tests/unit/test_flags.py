@@ -37,7 +37,8 @@ def parser_of(script: str) -> OneLineParser:
     parse_known = OneLineParser.parse_known
 
     def parse(parser: OneLineParser, words: list[str]) -> tuple[Namespace, list[str]]:
-        if [*parser.flags, *parser._words()] == ["--help", "--plugin"]:  # read before there is a parser of the rest
+        words_and_flags = [*parser.flags, *parser._get_positional_actions()]
+        if words_and_flags == ["--help", "--plugin"]:  # read before there is a parser of the rest
             return parse_known(parser, words)
         raise _Built(parser)
 

@@ -19,7 +19,7 @@ from zerovision.training.config.global_batch import in_chunks
 from zerovision.training.config.values import allowed_values, is_allowed, wrong_value
 from zerovision.training.data import bad_image_share, find_dataset
 from zerovision.training.data.augmentations import augmentation_of, size_ramp
-from zerovision.training.engines.settings import TOGETHER, TORCH, WAYS
+from zerovision.training.engines.settings import TOGETHER, TORCH, WAYS, ways_of
 from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE
 from zerovision.training.observe.loggers import LOGGERS
@@ -38,24 +38,18 @@ from zerovision.training.recipe.schedule import (
     head_epochs_of,
     schedule_fields,
 )
-from zerovision.training.tasks.settings import LOSSES, asked_task
+from zerovision.training.tasks.settings import LOSSES, TASKS, asked_task
 
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces with a different one
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
-def check_launched_strategy(name: str) -> None:
-    """Raise a UserError for a strategy that launchers do not support."""
-    check_name("strategy", name, [*STRATEGIES, *OF_LAUNCHERS])
-
-
 def check_launched(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
     """Check the configuration of a launched run, whose launcher may choose the strategy; see `check_config`."""
-    check_launched_strategy(config.strategy)
-    if config.strategy not in OF_LAUNCHERS:
-        return check_config(config, label_of)
-    found = dataclasses.replace(config, strategy=TrainConfig.strategy)
-    return dataclasses.replace(check_config(found, label_of), strategy=config.strategy)
+    check_name("strategy", config.strategy, [*STRATEGIES, *OF_LAUNCHERS])
+    strategy = TrainConfig.strategy if config.strategy in OF_LAUNCHERS else config.strategy
+    found = check_config(dataclasses.replace(config, strategy=strategy), label_of)
+    return dataclasses.replace(found, strategy=config.strategy)
 
 
 def _answer_of(mode: type[Mode], question: Callable[[Any], bool]) -> Callable[[TrainConfig], bool]:
@@ -180,13 +174,20 @@ def _wrong_words(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     yield from _wrong_schedule(config, of)
 
 
+def _restrictions(config: TrainConfig) -> Iterator[tuple[str, Values]]:
+    """Yield each setting that restricts others in this run, and the values that these may have, the usual one first."""
+    yield from ((name, allowed) for name, (is_chosen, allowed) in GOES_WITH.items() if is_chosen(config))
+    yield from ((name, TOGETHER) for name in config.mesh)
+    task, *others = (task for task in (kind(config) for kind in TASKS) if task.is_asked())
+    pairs: list[tuple[Mode, Mode]] = [(task, other) for other in others[:-1]]  # the last is the usual task
+    pairs += [(way, task) for way in ways_of(config, TORCH) if task.needs_images and not way.keeps_images()]
+    yield from ((mode.flag, {other.flag: (FIELDS[other.flag].default,)}) for mode, other in pairs)
+
+
 def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield contradictions between settings."""
-    for name, (is_chosen, allowed) in GOES_WITH.items():
-        if is_chosen(config):
-            yield from _wrong_values(config, of, f"{of[name]} {getattr(config, name)}", allowed)
-    for name, ranks in config.mesh.items():
-        yield from _wrong_values(config, of, f"{of[name]} {ranks}", TOGETHER)
+    for name, allowed in _restrictions(config):
+        yield from _wrong_values(config, of, f"{of[name]} {getattr(config, name)}", allowed)
     if config.solver == "lbfgs" and not config.weight_decay:
         yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: without it there may be no minimum."
     for mode in MODES:
@@ -283,8 +284,8 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
 
 def needing_torch(config: TrainConfig) -> str:
     """Return the first setting, with its value, that only PyTorch's engine supports, or '' if there is none."""
-    needing = (name for name, (_, allowed) in GOES_WITH.items() if TORCH in allowed.get("engine", ()))
-    return next((f"{FLAG_OF[name]} {getattr(config, name)}" for name in needing if GOES_WITH[name][0](config)), "")
+    needing = (name for name, allowed in _restrictions(config) if TORCH in allowed.get("engine", ()))
+    return next((f"{FLAG_OF[name]} {getattr(config, name)}" for name in needing), "")
 
 
 def note_unused_flags(config: TrainConfig) -> list[str]:

@@ -153,17 +153,10 @@ class OneLineParser(argparse.ArgumentParser):
             word, equals, _ = unknown[0].partition("=")
             flags = [*self.flags, *others]
             is_flag = word.startswith("-") or bool(equals)  # Ultralytics writes imgsz=224
-            hint = (
-                ours(word, [*flags, *self._words()]) or nearest(plain(word), flags)
-                if is_flag
-                else _as_data(word, flags)
-            )
+            names = [*flags, *(str(action.metavar or action.dest) for action in self._get_positional_actions())]
+            hint = (ours(word, names) or nearest(plain(word), flags)) if is_flag else _as_data(word, flags)
             self.error(f"unknown argument {shown(word)}.{hint}")
         return given
-
-    def _words(self) -> list[str]:
-        """Return the names of the positional arguments."""
-        return [str(action.metavar or action.dest) for action in self._get_positional_actions()]
 
     def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the values of known arguments, and the unknown words; for errors, see `parse`."""

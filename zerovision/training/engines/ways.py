@@ -47,6 +47,10 @@ class Way(Mode):
         """Return the number of ranks that share one copy of the model in this way."""
         return getattr(self.config, self.flag) if self.division else 1
 
+    def keeps_images(self) -> bool:
+        """Return whether the rank that computes the loss of an image also has the image."""
+        return True
+
     def check_machine(self, ranks: int) -> None:
         """Raise a UserError if this way cannot be used on machines with this many ranks."""
 

@@ -1,1 +1,1 @@
-"""The tasks that a network can learn: one or several classes per image, similar features, or a teacher's outputs."""
+"""The tasks that a network can learn; `settings.TASKS` is the table of tasks."""

@@ -36,6 +36,7 @@ class Task(Mode):
     Attributes:
         views: minimum number of times that each image occurs in a step.
         compares: whether the loss compares all images of a step; if so, they may pass through the network twice.
+        needs_images: whether the loss needs the images of a batch, and not only the outputs for them and the labels.
         tells_one_class: whether the network has one output per class, and each image has one class.
         has_thresholds: whether the best weights are stored with the lowest probability at which to predict each class.
         labels: import path of the subclass of `OneLabel` that turns the network's outputs into predictions and scores.
@@ -50,6 +51,7 @@ class Task(Mode):
     flag = "loss"
     views: ClassVar[int] = 1
     compares: ClassVar[bool] = False
+    needs_images: ClassVar[bool] = False
     tells_one_class: ClassVar[bool] = True
     has_thresholds: ClassVar[bool] = False
     labels: ClassVar[str] = "zerovision.training.tasks.labels:OneLabel"

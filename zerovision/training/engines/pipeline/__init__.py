@@ -60,6 +60,9 @@ class Pipeline(Way):
     def uses_own(self) -> bool:
         return self.is_asked() and not model_spec(self.config.model_type).takes_members
 
+    def keeps_images(self) -> bool:
+        return not self.uses_own()  # the first stage has the images, the last one computes the loss
+
     def mistakes(self, label_of: Mapping[str, str]) -> Iterator[str]:
         if not self.is_asked():
             return
@@ -67,15 +70,10 @@ class Pipeline(Way):
         for name in ("batch_size", "learning_rate"):
             if getattr(self.config, name) == "auto":
                 yield f"{flag} cannot be combined with {label_of[name]} auto: use a number for {label_of[name]}."
-        if self.uses_own():
-            if self.config.distill:  # a teacher runs where the images are, but the last stage computes the loss
-                taught = label_of["distill"]
-                yield f"{flag} cannot be combined with {taught} {self.config.distill}: leave {taught} out."
-            if not self.config.global_batch:
-                self.check_micro_batches()
-            return
+        if self.uses_own() and not self.config.global_batch:
+            self.check_micro_batches()
         members = self.config.ensemble_members.count(",") + 1
-        if members < self.config.pipeline_parallel:
+        if not self.uses_own() and members < self.config.pipeline_parallel:
             yield (
                 f"{flag}: an ensemble of {plural(members, 'member')} fills at most {plural(members, 'rank')}: use "
                 f"{label_of['pipeline_parallel']} {members} or less, or more members."

@@ -22,7 +22,7 @@ class Contrastive(Task):
     """Learns features that are similar within a class, without a classifier; a head can be trained on them later."""
 
     goes_with: ClassVar[Values] = {
-        **{"mixup": (0,), "cutmix": (0,), "distill": ("",), "class_weights": ("none",)},
+        **{"mixup": (0,), "cutmix": (0,), "class_weights": ("none",)},
         **{"engine": OUR_ENGINE, "compile": NOT_COMPILED},
     }
     resumable = ("gradient_cache",)

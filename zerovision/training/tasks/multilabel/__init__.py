@@ -21,7 +21,7 @@ class Multilabel(Task):
     flag = "task"
     goes_with: ClassVar[Values] = {
         **{"loss": ("bce",), "bce_target_threshold": (0,), "class_weights": ("none",), "sampling": ("uniform",)},
-        **{"distill": ("",), "features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
+        **{"features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
     }
     usual: ClassVar[dict[str, Any]] = {"loss": "bce", "best_by": "map"}
     tells_one_class = False

@@ -28,6 +28,7 @@ class Distillation(Task):
     goes_with: ClassVar[Values] = {"features": ("computed",)}
     own = ("teacher_classes",)
     resumable = ("teacher", "teacher_classes")  # a hash identifies the teacher
+    needs_images = True
 
     def is_asked(self) -> bool:
         return bool(self.config.distill)
