@@ -24,7 +24,9 @@ WRITTEN = "<!-- Written by `python -m tests.pages`: edit the code that it descri
 GROUPS = {  # headings, by the classes that declare the flags
     "RunSettings": "Model, length and batch",
     "DataFields": "Data and augmentation",
-    "TaskSettings": "Loss and scores",
+    "LossSettings": "Loss",
+    "TeacherSettings": "Teacher",
+    "TaskSettings": "Targets and scores",
     "RecipeSettings": "Optimizer and schedule",
     "ShardingSettings": "Strategy and engine",
     "TensorSettings": "Tensor parallelism",

@@ -150,11 +150,11 @@ def test_a_teacher_gets_its_own_normalization_and_answers_in_the_order_of_the_da
     pixels = torch.rand(5, 3, 2, 2)
     seen, wanted = ((pixels - mean[:, None, None]) / std[:, None, None] for mean, std in (given.float(), own.float()))
     expected = module.eval()(wanted)[:, [2, 0]]
-    teacher = Teacher(module.train(), torch.tensor([2, 0]), own, given, "fp32", torch.device("cpu"))
+    teacher = Teacher(module.train(), torch.tensor([2, 0]), own, given, "fp32")
     torch.testing.assert_close(teacher.answer(seen), expected)
     assert not teacher.answer(seen).requires_grad
     first, module[3].bias.data[0] = teacher.digest, 7.0
-    assert Teacher(module, torch.tensor([2, 0]), own, given, "fp32", torch.device("cpu")).digest != first
+    assert Teacher(module, torch.tensor([2, 0]), own, given, "fp32").digest != first
 
 
 @pytest.fixture

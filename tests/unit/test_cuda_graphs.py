@@ -202,6 +202,5 @@ def test_only_a_gpu_records_and_several_only_small_gradients():
 )
 def test_a_network_that_changes_during_a_run_is_not_recorded(changes, head_epochs, expected):
     config = dataclasses.replace(TrainConfig(), **changes)
-    task = SimpleNamespace(compares=config.loss == "supcon")
-    run = SimpleNamespace(config=config, model=SimpleNamespace(head_epochs=head_epochs), task=task)
+    run = SimpleNamespace(config=config, model=SimpleNamespace(head_epochs=head_epochs))
     assert _is_static(run) == expected

@@ -70,7 +70,7 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
     state.sums.reset()
     is_trained = train_scores.samples > 0  # at least one step was applied
     train_loss = train_scores.loss if is_trained else None
-    choices = max(len(names), run.plan.global_batch if run.task.compares else 0)
+    choices = max(len(names), run.plan.global_batch if run.config.embedding else 0)
     diverged = find_divergence((train_loss or 0.0) / run.task.loss_scale, scores.loss, choices)
     of_epoch = score_of(scores, best_by, len(names))
     score = merit(best_by, of_epoch)

@@ -128,7 +128,7 @@ def _compiles(run: Run) -> bool:
     # Do not compile if images go through the model twice (the first pass would be a different network, with different
     # dropout), if the model is cut into stages, which end in the middle of a forward pass, or if ranks share layers.
     return (
-        not run.task.compares
+        not config.embedding
         and config.features == "computed"  # otherwise nothing is left to compile
         and config.ranks_per_replica == 1
         and resolve_compile(config, pixels, run.world)
@@ -141,7 +141,7 @@ def _is_static(run: Run) -> bool:
     is_whole = config.ranks_per_replica == 1 and not config.sync_batchnorm
     is_all_trained = read_tune(config.tune)[0] == "full" and not run.model.head_epochs
     is_computed = config.features == "computed" and not config.activation_checkpointing
-    return is_whole and is_all_trained and is_computed and not run.task.compares
+    return is_whole and is_all_trained and is_computed and not config.embedding
 
 
 def _open_loggers(run: Run, setup: EngineSetup, ways: Sequence[Way]) -> Loggers:

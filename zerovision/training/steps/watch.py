@@ -93,7 +93,7 @@ def _asked_for(run: Run) -> Iterator[Observer]:
     config, data, steps_per_epoch = run.config, run.data, run.plan.steps_per_epoch
     if config.log_hashes:
         yield StepHashes(config.log_hashes, run.world, run.plan.leaves, run.state.engine, run.loggers)
-    if run.task.tells_one_class and config.features != "cached" and len(data.train) <= MOST_IMAGES:
+    if data.sets is None and not config.embedding and config.features != "cached" and len(data.train) <= MOST_IMAGES:
         yield SampleHistory(run.folder.path, run.world, config.epochs, steps_per_epoch)
     if config.profile and run.world.is_main:
         from zerovision.training.observe.profiler import StepProfiler

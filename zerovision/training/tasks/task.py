@@ -35,9 +35,9 @@ class Task(Mode):
 
     Attributes:
         views: minimum number of times that each image occurs in a step.
-        compares: whether the loss compares all images of a step; if so, they may pass through the network twice.
+        embedding: number of outputs per image of a network that learns embeddings by comparing all images of a step,
+            which may pass through the network twice; 0 for a classifier.
         needs_images: whether the loss needs the images of a batch, and not only the outputs for them and the labels.
-        tells_one_class: whether the network has one output per class, and each image has one class.
         has_thresholds: whether the best weights are stored with the lowest probability at which to predict each class.
         labels: import path of the subclass of `OneLabel` that turns the network's outputs into predictions and scores.
         usual: the defaults of the settings whose default is different in this task.
@@ -50,9 +50,8 @@ class Task(Mode):
 
     flag = "loss"
     views: ClassVar[int] = 1
-    compares: ClassVar[bool] = False
+    embedding: ClassVar[int] = 0
     needs_images: ClassVar[bool] = False
-    tells_one_class: ClassVar[bool] = True
     has_thresholds: ClassVar[bool] = False
     labels: ClassVar[str] = "zerovision.training.tasks.labels:OneLabel"
     usual: ClassVar[dict[str, Any]] = {}
@@ -92,8 +91,8 @@ class Task(Mode):
         self.identity: dict[str, str] = {}
 
         def check() -> bool:
-            if data.train.source.loss_weights is not None and (self.compares or config.mixup or config.cutmix):
-                cause = f"--loss {config.loss}" if self.compares else "--mixup and --cutmix"
+            if data.train.source.loss_weights is not None and (self.embedding or config.mixup or config.cutmix):
+                cause = f"--loss {config.loss}" if self.embedding else "--mixup and --cutmix"
                 raise UserError(
                     f"--data {config.data}: {cause} cannot weight individual images: leave out the column weight."
                 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from zerovision.models import model_spec
-from zerovision.training.base.settings import Values
+from zerovision.training.base.settings import LARGEST_BATCH, Values, option
 from zerovision.training.engines.ways import NOT_COMPILED, OUR_ENGINE
 from zerovision.training.tasks.task import Forward, Task
 
@@ -18,6 +19,20 @@ if TYPE_CHECKING:
     from zerovision.training.engines.engine import Loss, Step
 
 
+@dataclass(frozen=True)
+class ContrastSettings:
+    """The settings for the comparison of images."""
+
+    temperature: float = option(0.1, "Divisor of the cosine similarities.", low=0.001, high=100, part_of="loss:supcon")
+    gradient_cache: int = option(
+        0,
+        "Images to pass through the network at a time; the loss still compares all images of a step; 0: --batch-size.",
+        low=0,
+        high=LARGEST_BATCH,
+        part_of="loss:supcon",
+    )
+
+
 class Contrastive(Task):
     """Learns features that are similar within a class, without a classifier; a head can be trained on them later."""
 
@@ -27,8 +42,7 @@ class Contrastive(Task):
     }
     resumable = ("gradient_cache",)
     views = 2  # each image is also compared with a second augmentation of itself
-    compares = True
-    tells_one_class = False
+    embedding = 128  # outputs of the projection, as in Khosla et al.
 
     def is_asked(self) -> bool:
         return self.config.loss == "supcon"

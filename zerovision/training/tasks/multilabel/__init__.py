@@ -24,7 +24,6 @@ class Multilabel(Task):
         **{"features": ("computed",), "best_by": ("map", "macro_f1", "auroc", "loss")},
     }
     usual: ClassVar[dict[str, Any]] = {"loss": "bce", "best_by": "map"}
-    tells_one_class = False
     has_thresholds = True
     labels = "zerovision.training.tasks.multilabel.labels:SeveralLabels"
 

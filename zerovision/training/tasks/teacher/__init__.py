@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from zerovision.training.base.errors import UserError, shown
-from zerovision.training.base.settings import Values
+from zerovision.training.base.settings import Values, option, path_option
 from zerovision.training.tasks.task import Forward, Task
 
 if TYPE_CHECKING:
@@ -19,6 +20,23 @@ if TYPE_CHECKING:
     from zerovision.training.world.world import World
 
 MOST_TEMPERATURE = 100
+
+
+@dataclass(frozen=True)
+class TeacherSettings:
+    """The settings for a teacher."""
+
+    distill: str = option(
+        "",
+        "kl:T[:ALPHA] trains on the outputs of --teacher: the KL divergence at temperature T, times T squared, "
+        "has weight ALPHA (1 by default), and --loss has weight 1 - ALPHA.",
+    )
+    teacher: str = path_option(
+        "", "Teacher for --distill: a run's name or folder, a safetensors file, or timm:NAME with published weights."
+    )
+    teacher_classes: str = path_option(
+        "", "File with the class name of each output of --teacher, one per line; default: the teacher's own names."
+    )
 
 
 class Distillation(Task):

@@ -56,11 +56,10 @@ class Teacher:
 
     Args:
         module: the teacher's network.
-        order: index of the teacher's output for each class of the data, int64 [classes].
+        order: index of the teacher's output for each class of the data, int64 [classes], on the device of the images.
         own: mean and standard deviation of the teacher's images per channel, float64 [2, C].
         given: mean and standard deviation of the run's images per channel, float64 [2, C].
         precision: precision of the teacher's arithmetic, the same as the run's.
-        device: device of the images.
 
     Attributes:
         digest: SHA-256 of the teacher's tensors.
@@ -71,20 +70,14 @@ class Teacher:
     note = ""
 
     def __init__(
-        self,
-        module: nn.Module,
-        order: torch.Tensor,
-        own: torch.Tensor,
-        given: torch.Tensor,
-        precision: str,
-        device: torch.device,
+        self, module: nn.Module, order: torch.Tensor, own: torch.Tensor, given: torch.Tensor, precision: str
     ) -> None:
         self.digest = _digest_of(module)
         self.kept: torch.Tensor | None = None
-        module = module.eval().requires_grad_(False).to(device).to(memory_format=torch.channels_last)
-        self._network, self._order = under_autocast(module, precision, device), order.to(device)
+        module = module.eval().requires_grad_(False).to(order.device).to(memory_format=torch.channels_last)
+        self._network, self._order = under_autocast(module, precision, order.device), order
         factors = torch.stack([given[1] / own[1], (given[0] - own[0]) / own[1]])[:, :, None, None]
-        self._normalization = None if torch.equal(own, given) else factors.float().to(device)
+        self._normalization = None if torch.equal(own, given) else factors.float().to(order.device)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Return the logits for a batch of training images."""
@@ -145,8 +138,8 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
         for size in data.train.sizes:
             if failure := forward_failure(module, size, config.micro_batch, data.preprocessing.channels):
                 raise UserError(f"--teacher {config.teacher} does not take {size}-pixel images: {one_line(failure)}.")
-        order = torch.tensor(_order(config, data, *outputs))
-        teacher = Teacher(module, order, own, given, precision, world.device)
+        order = torch.tensor(_order(config, data, *outputs), device=world.device)
+        teacher = Teacher(module, order, own, given, precision)
         if config.teacher_classes:  # a different order of classes makes it a different teacher
             teacher.digest = hashlib.sha256(f"{teacher.digest} {order.tolist()}".encode()).hexdigest()
         teacher.note = differences(made, here, of_arrays=data.train.source.in_memory)
