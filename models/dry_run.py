@@ -10,9 +10,10 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -104,28 +105,27 @@ def forward_flops(
 
 
 def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> object:
-    """Run the network on fake tensors, which can be mixed with real ones."""
-    buffers = [(part, dict(part._buffers)) for part in module.modules()]
-    for part, before in buffers:  # operations on real tensors alone, such as BatchNorm's counting, are executed
-        part._buffers.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
-    try:
-        with _silent_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            return module(torch.empty(shape))
-    finally:
-        for part, before in buffers:
-            part._buffers.update(before)
+    """Run the network on fake tensors, which can be mixed with real ones.
+
+    Operations on real tensors alone, such as BatchNorm's counting, are executed, on copies. Torch does not log a
+    traceback for a shape that does not fit, because the check expects such shapes.
+    """
+    silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    with silent, copied_buffers(module.modules()), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        return module(torch.empty(shape))
 
 
 @contextmanager
-def _silent_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback for a shape that does not fit; the check expects such shapes."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled = logger.disabled
-    logger.disabled = True
+def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Replace the buffers of modules, without those of their children, with copies until the block ends."""
+    originals = [(module, dict(module._buffers)) for module in modules]
+    for module, buffers in originals:
+        module._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
     try:
         yield
     finally:
-        logger.disabled = was_disabled
+        for module, buffers in originals:
+            module._buffers.update(buffers)
 
 
 def convolution_backward_flops(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import huggingface_hub
 import timm
@@ -202,16 +203,10 @@ def reason_of(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-@contextmanager
-def offline_where_unreachable() -> Iterator[None]:
+def offline_where_unreachable() -> AbstractContextManager[object]:
     """Use only the hub's local cache if the hub does not answer, because its client retries for nearly a minute."""
     constants = huggingface_hub.constants
-    was_offline = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = was_offline or not _hub_answers()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = was_offline
+    return mock.patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or not _hub_answers())
 
 
 def _hub_answers() -> bool:

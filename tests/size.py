@@ -15,21 +15,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (505, 350),
-    "models": (1275, 900),
+    "models": (1264, 900),
     "zerovision/training/config": (796, 500),
     "zerovision/training/base": (1093, 550),
     "zerovision/training/world": (604, 450),
     "zerovision/training/data": (4201, 2900),
-    "zerovision/training/recipe": (596, 650),
-    "zerovision/training/engines": (3022, 2250),
+    "zerovision/training/recipe": (590, 650),
+    "zerovision/training/engines": (3008, 2250),
     "zerovision/training/checkpoint": (587, 600),
     "zerovision/training/tasks": (789, 400),
     "zerovision/training/observe": (1157, 1050),
-    "zerovision/training": (2143, 1400),
+    "zerovision/training": (2141, 1400),
     "zerovision/launch": (2503, 1800),
     "zerovision/planning": (1213, 1000),
-    "zerovision/delivery": (3175, 2400),
-    "zerovision/extras": (1478, 1300),
+    "zerovision/delivery": (3168, 2400),
+    "zerovision/extras": (1476, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts
 

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -107,16 +108,12 @@ def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
         mixed = (attention + torch.eye(attention.shape[-1], device=attention.device)) / 2
         flow[:] = [mixed @ flow[0] if flow else mixed]
 
-    hooks = [layer.attn_drop.register_forward_pre_hook(follow) for layer in layers]
-    were_fused = [layer.fused_attn for layer in layers]
-    try:
+    with contextlib.ExitStack() as changes:
         for layer in layers:
-            layer.fused_attn = False  # fused attention does not expose its matrix
+            changes.enter_context(layer.attn_drop.register_forward_pre_hook(follow))
+            # Fused attention does not expose its matrix.
+            changes.enter_context(mock.patch.object(layer, "fused_attn", False))
         network(images)
-    finally:
-        for layer, was_fused, hook in zip(layers, were_fused, hooks, strict=True):
-            layer.fused_attn = was_fused
-            hook.remove()
     prefix = getattr(network, "num_prefix_tokens", 0)
     grid = getattr(getattr(network, "patch_embed", None), "grid_size", None) or ()
     if not flow or flow[0].shape != (len(images), *2 * (prefix + math.prod(grid),)):  # for example, windowed attention
@@ -160,16 +157,14 @@ def _last_features(network: nn.Module) -> Iterator[list[torch.Tensor]]:
         if isinstance(inputs[0], torch.Tensor) and inputs[0].ndim == 3:
             tokens.append(inputs[0])
 
-    hooks = [module.register_forward_hook(keep_map) for module in network.modules()]
     blocks = getattr(network, "blocks", None)
-    if isinstance(blocks, nn.Sequential | nn.ModuleList):
-        hooks.append(blocks[-1].register_forward_pre_hook(keep_tokens))
-    hooks.append(network.register_forward_hook(lambda *_: found.extend(tokens)))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in network.modules():
+            hooks.enter_context(module.register_forward_hook(keep_map))
+        if isinstance(blocks, nn.Sequential | nn.ModuleList):
+            hooks.enter_context(blocks[-1].register_forward_pre_hook(keep_tokens))
+        hooks.enter_context(network.register_forward_hook(lambda *_: found.extend(tokens)))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _spatial(network: nn.Module, features: torch.Tensor) -> torch.Size:

@@ -47,22 +47,20 @@ def cache_features(run: Run) -> int:
         raise AgreedError("--features cached: this model has several heads: leave it out.")
     head = engine.module.get_submodule(*heads)
     read: list[torch.Tensor] = []
-    hook = head.register_forward_pre_hook(lambda _head, inputs: read.append(inputs[0]))
     loaders = (run.readers.train, run.readers.val)
     sets = [SampleRows(loader, world) for loader in loaders]
     images = sum(len(loader.dataset) for loader in loaders)
     run.loggers.message(f"features     {images} images go through the network once, before the first epoch")
-    engine.module.eval()
-    for loader, features in zip(loaders, sets, strict=True):
-        with run.clock.evaluation, torch.no_grad():
-            once, add = loader.each_once(), partial(_add, features, read)
-            stop_signal = forward_all(run, engine.outputs, once, add)
-        if stop_signal:
-            hook.remove()
-            return stop_signal
-    run.model.freezer.start_epoch(only_head=False)
-    difference = _take_either(run, head, sets[0], read)
-    hook.remove()
+    with head.register_forward_pre_hook(lambda _head, inputs: read.append(inputs[0])):
+        engine.module.eval()
+        for loader, features in zip(loaders, sets, strict=True):
+            with run.clock.evaluation, torch.no_grad():
+                once, add = loader.each_once(), partial(_add, features, read)
+                stop_signal = forward_all(run, engine.outputs, once, add)
+            if stop_signal:
+                return stop_signal
+        run.model.freezer.start_epoch(only_head=False)
+        difference = _take_either(run, head, sets[0], read)
     for loader, features in zip(loaders, sets, strict=True):
         loader.read_from(features.batch)
     if config.solver == "lbfgs":

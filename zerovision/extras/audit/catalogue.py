@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -100,7 +101,7 @@ class Catalogue:
             loader = Loader(dataset, plan, 0, workers=most_workers() if is_worth_it else 0)
             loader.watch()
             bar = track(loader, f"reading {part}", len(loader), console=console, transient=True, disable=is_silent)
-            try:
+            with contextlib.closing(loader):
                 for batch in bar:
                     numbers = int(start) + batch.indices.numpy()
                     is_read = batch.weights.numpy() > 0
@@ -108,8 +109,6 @@ class Catalogue:
                         reason = loader.bad_images.get(self.name(number))
                         self.unreadable |= {number: reason} if reason else {}
                     yield numbers, batch, is_read
-            finally:
-                loader.close()
 
     def pictures(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read all images once.

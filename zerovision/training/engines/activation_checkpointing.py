@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zerovision.models.dry_run import copied_buffers
 from zerovision.models.ensemble import Ensemble
 
 POOLING = (nn.MaxPool2d, nn.AvgPool2d)
@@ -92,23 +93,9 @@ def _recomputed(forward: Callable[..., Any], module: nn.Module, *args: Any, **kw
         return forward(*args, **kwargs)
 
     def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        return contextlib.nullcontext(), _kept_statistics(module)
+        # Recomputation must not update the running statistics of BatchNorm layers again. It gets copies instead of
+        # None, because it must save as many tensors as the first pass did.
+        norms = [part for part in module.modules() if getattr(part, "running_mean", None) is not None]
+        return contextlib.nullcontext(), copied_buffers(norms)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-@contextlib.contextmanager
-def _kept_statistics(module: nn.Module) -> Iterator[None]:
-    """Replace the running statistics of BatchNorm layers with copies, so that recomputation does not update them again.
-
-    Copies are used instead of None because the recomputation must save as many tensors as the first pass did.
-    """
-    norms = [m for m in module.modules() if getattr(m, "running_mean", None) is not None]
-    originals = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        norm._buffers.update({name: b.clone() for name, b in norm._buffers.items() if b is not None})
-    try:
-        yield
-    finally:
-        for norm, buffers in zip(norms, originals, strict=True):
-            norm._buffers.update(buffers)

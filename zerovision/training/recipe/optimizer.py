@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from timm.optim import muon
@@ -51,12 +52,9 @@ class Fp32Muon(muon.Muon):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update all parameters; timm has no option for the iterations' dtype."""
-        in_bf16 = muon.zeropower_via_newtonschulz
-        muon.zeropower_via_newtonschulz = functools.partial(in_bf16, dtype=torch.float32)
-        try:
+        in_fp32 = functools.partial(muon.zeropower_via_newtonschulz, dtype=torch.float32)
+        with mock.patch.object(muon, "zeropower_via_newtonschulz", in_fp32):
             return super().step(closure)
-        finally:
-            muon.zeropower_via_newtonschulz = in_bf16
 
 
 # Options of timm's rules, in addition to the learning rate, the weight decay and the momentum.

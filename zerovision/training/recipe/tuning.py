@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -112,14 +113,11 @@ def _add_adapters(built: BuiltModel, rank: int) -> int:
     module, heads = built.module, built.head_parameter_names
     size, channels = built.description.image_size, built.description.image_channels
     called = set[str]()
-    hooks = [
-        layer.register_forward_hook(lambda *_, name=name: called.add(name))
-        for name, layer in _adaptable(module, rank)
-        if f"{name}.weight" not in heads
-    ]
-    forward_failure(module, size, 2, channels)
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for name, layer in _adaptable(module, rank):
+            if f"{name}.weight" not in heads:
+                hooks.enter_context(layer.register_forward_hook(lambda *_, name=name: called.add(name)))
+        forward_failure(module, size, 2, channels)
     names = sorted(called)
     if not names:
         raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -141,16 +142,12 @@ def trace(empty: nn.Module, shape: Sequence[int]) -> Trace:
     def leave(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         exits[name] = operations.event(), output
 
-    hooks = []
-    for name, child in empty.named_modules():
-        hooks += [child.register_forward_pre_hook(partial(enter, name))]
-        hooks += [child.register_forward_hook(partial(leave, name))]
-    try:
+    with ExitStack() as hooks:
+        for name, child in empty.named_modules():
+            hooks.enter_context(child.register_forward_pre_hook(partial(enter, name)))
+            hooks.enter_context(child.register_forward_hook(partial(leave, name)))
         with torch.no_grad(), operations:
             output = empty(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
     once = {name: times[0] for name, times in entries.items() if len(times) == 1}
     calls = {name: Call(start, exits[name][0], count, exits[name][1]) for name, (start, count, _) in once.items()}
     inside = [name + "." for name, child in empty.named_modules() if is_recomputed(child)]
