@@ -18,7 +18,7 @@ ROOMS = {  # limit and end
     "models": (1264, 900),
     "zerovision/training/config": (796, 500),
     "zerovision/training/base": (1093, 550),
-    "zerovision/training/world": (604, 450),
+    "zerovision/training/world": (597, 450),
     "zerovision/training/data": (4201, 2900),
     "zerovision/training/recipe": (590, 650),
     "zerovision/training/engines": (3008, 2250),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ def preserved_process() -> Iterator[None]:
         print("note: another thread of this process trains or evaluates: waiting for it to end", file=sys.stderr)
         _IN_USE.acquire()
     try:
-        with contextlib.nullcontext() if "RANK" in os.environ else _restored_process():
+        with nullcontext() if "RANK" in os.environ else _restored_process():
             yield
     finally:
         _IN_USE.release()
@@ -54,31 +53,26 @@ def preserved_process() -> Iterator[None]:
 def _restored_process() -> Iterator[None]:
     if dist.is_initialized():
         raise UserError("this process has a process group: call torch.distributed.destroy_process_group() first.")
-    environment, excepthook = dict(os.environ), sys.excepthook
-    try:
+    with ExitStack() as at_end:  # the last callback is called first
+        at_end.callback(os.environ.update, dict(os.environ))
+        at_end.callback(os.environ.clear)
+        at_end.callback(setattr, sys, "excepthook", sys.excepthook)  # that of init_process_group adds [rank0] to lines
+        at_end.callback(stop_world)
         with _restored_generators(), preserved_torch_settings(), handling_stop_signals():
             yield
-    finally:
-        stop_world()
-        sys.excepthook = excepthook  # init_process_group sets a hook that prefixes lines with [rank0]
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 @contextmanager
 def preserved_torch_settings() -> Iterator[None]:
     """Restore PyTorch's global settings when the block ends."""
-    flags = [(owner, name, getattr(owner, name)) for owner, name in FLAGS]
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    threads = torch.get_num_threads()
-    try:
+    with ExitStack() as at_end:
+        at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        at_end.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
+        for owner, name in FLAGS:
+            at_end.callback(setattr, owner, name, getattr(owner, name))
         yield
-    finally:
-        for owner, name, value in flags:
-            setattr(owner, name, value)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -90,10 +84,8 @@ def preserved_generators() -> Iterator[None]:
 
 @contextmanager
 def _restored_generators() -> Iterator[None]:
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
+    with ExitStack() as at_end:
+        at_end.callback(random.setstate, random.getstate())
+        at_end.callback(np.random.set_state, np.random.get_state())
+        at_end.callback(torch.set_rng_state, torch.get_rng_state())
         yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
