@@ -233,10 +233,8 @@ def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
                 if evaluation.calibrator is not None:
                     evaluation.calibrator.add(mean, labels, fresh, batch.indices)
 
-    try:
+    with contextlib.closing(loader):
         agreed(all_batches, world)
-    finally:
-        loader.close()
     check_bad_images(loader, world)
     for line in bad_image_lines([loader], world):
         if world.is_main:
