@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (505, 350),
     "models": (1264, 900),
-    "zerovision/training/config": (796, 500),
+    "zerovision/training/config": (792, 500),
     "zerovision/training/base": (1093, 550),
     "zerovision/training/world": (597, 450),
     "zerovision/training/data": (4201, 2900),
-    "zerovision/training/recipe": (590, 650),
+    "zerovision/training/recipe": (580, 650),
     "zerovision/training/engines": (3008, 2250),
     "zerovision/training/checkpoint": (587, 600),
     "zerovision/training/tasks": (789, 400),

@@ -1,6 +1,18 @@
-"""Readable durations, sizes and counts, for the console, the logs, the doctor and the report."""
+"""Readable durations, sizes and counts, for the console, the logs, the doctor and the report; numbers from users."""
 
 from __future__ import annotations
+
+
+def number_in(word: str, low: float, high: float) -> float:
+    """Parse a number from `low` to `high`, both inclusive; it is an int if `low` is an int.
+
+    Raises:
+        ValueError: if `word` is not such a number.
+    """
+    value = type(low)(word)
+    if not low <= value <= high:  # NaN is in no range
+        raise ValueError
+    return value
 
 
 def format_duration(seconds: float) -> str:

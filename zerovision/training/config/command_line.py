@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -36,6 +37,7 @@ from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import ReaderGone, report_failed_output
 from zerovision.training.base.plugins import load_plugins
 from zerovision.training.base.run_folder import as_typed, cure_of_missing
+from zerovision.training.base.units import number_in
 from zerovision.training.config import FIELDS, FLAG_OF, WORDS, TrainConfig, part_name
 from zerovision.training.config.check import check_config, check_launched
 from zerovision.training.config.saved import saved_and_given
@@ -115,16 +117,10 @@ class OneLineParser(argparse.ArgumentParser):
 
     def add_number(self, flag: str, low: float, high: float, *, kind: str = "", **options: Any) -> None:
         """Add a flag that takes a number (`kind` in messages) from `low` to `high`, an integer if `low` is an int."""
-        number = type(low)
-
-        def read(word: str) -> float:
-            value = number(word)
-            if not low <= value <= high:
-                raise ValueError
-            return value
-
-        kind = kind or ("a whole number" if number is int else "a number")
-        self.add_value(flag, read, f"{kind} from {low:.10g} to {high:.10g}", **options)
+        kind = kind or ("a whole number" if type(low) is int else "a number")
+        self.add_value(
+            flag, partial(number_in, low=low, high=high), f"{kind} from {low:.10g} to {high:.10g}", **options
+        )
 
     def add_choice(self, flag: str, names: Iterable[str], **options: Any) -> None:
         """Add a flag that takes one of `names`."""

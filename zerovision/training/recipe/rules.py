@@ -5,12 +5,14 @@ This module imports neither torch nor timm, because it is used to check the comm
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from zerovision.training.base.errors import UserError, check_name, either, shown
+from zerovision.training.base.units import number_in
 
 # These rules work with every engine and strategy: an element's update depends only on that element's history, so flat
 # parts of parameters can be updated like whole parameters.
@@ -24,29 +26,19 @@ WHOLE_PARAMETER = [*MATRIX_RULES, "lars", "lamb"]
 MOST_TIMES = 1000.0  # upper limit of a fallback's factor on the learning rate
 
 
-def _number(low: float, high: float) -> Callable[[str], float]:
-    """Return a function that parses a number x with low <= x < high, which is a whole number if `low` is an int."""
-
-    def read(word: str) -> float:
-        value = type(low)(word)
-        if not low <= value < high:  # NaN is in no range
-            raise ValueError
-        return value
-
-    return read
-
-
+_below_1 = functools.partial(number_in, low=0.0, high=math.nextafter(1, 0))
+_above_0 = functools.partial(number_in, low=sys.float_info.min, high=sys.float_info.max)
 # For each of the OPTIONS of `--optimizer`, a description of its values and the function that parses them. timm's other
 # options are left out, because they would turn a rule into a different kind of rule.
 OPTION_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    **dict.fromkeys(("alpha", "momentum"), ("a number that is at least 0 and below 1", _number(0.0, 1))),
-    **dict.fromkeys(("eps", "trust_coeff"), ("a number above 0", _number(sys.float_info.min, math.inf))),
+    **dict.fromkeys(("alpha", "momentum"), ("a number that is at least 0 and below 1", _below_1)),
+    **dict.fromkeys(("eps", "trust_coeff"), ("a number above 0", _above_0)),
     **dict.fromkeys(("amsgrad", "centered", "nesterov"), ("true or false", {"true": True, "false": False}.__getitem__)),
     "betas": (
         "numbers that are at least 0 and below 1, such as 0.9/0.95",
-        lambda text: tuple(map(_number(0.0, 1), text.split("/"))),
+        lambda text: tuple(map(_below_1, text.split("/"))),
     ),
-    "ns_steps": ("a whole number from 1 to 20", _number(1, 21)),
+    "ns_steps": ("a whole number from 1 to 20", functools.partial(number_in, low=1, high=20)),
 }
 
 
@@ -89,7 +81,7 @@ def read_fallback(text: str) -> Fallback:
     name, scale, options = (*text.split(":", 2), "", "")[:3]
     check_name("fallback optimizer", name, ELEMENT_WISE)
     try:
-        rate_scale = _number(sys.float_info.min, MOST_TIMES)(scale or "1")
+        rate_scale = number_in(scale or "1", sys.float_info.min, math.nextafter(MOST_TIMES, 0))
     except ValueError:
         raise UserError(
             f"--fallback-optimizer {shown(text)}: expected NAME:SCALE:OPTIONS with a SCALE above 0 and below "

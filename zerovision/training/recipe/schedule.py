@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerovision.models import USUAL_RATE, model_spec
 from zerovision.training.base.errors import UserError, check_name, shown
+from zerovision.training.base.units import number_in
 from zerovision.training.recipe import read_tune
 
 if TYPE_CHECKING:  # at run time, `recipe.settings` imports a table from this module
@@ -28,7 +29,7 @@ def _polynomial(progress: float, power: float = 1.0) -> float:
     return (1 - progress) ** power
 
 
-SMALLEST, FEWEST_EPOCHS = sys.float_info.min, 0.1  # lower limits of the numbers in `--schedule`
+SMALLEST, FEWEST_EPOCHS, MOST_EPOCHS = sys.float_info.min, 0.1, 1e6  # limits of the numbers in `--schedule`
 FEWEST_WARMUP_STEPS = 50  # at a network's own high rate, at which the first steps would be unstable
 
 # The rate's distance from its final value, which falls from 1 to 0, as a function of the share of the decay completed.
@@ -142,31 +143,24 @@ def stable_epochs(config: RecipeSettings) -> int:
     return schedule_fields(config.schedule, config, 1).get("stable_steps", 0)
 
 
-def _number(word: str, low: float, high: float = 1e6) -> float:
-    number = float(word)
-    if not low <= number <= high:  # NaN is in no range
-        raise ValueError
-    return number
-
-
 def _polynomial_fields(_config: RecipeSettings, _steps: int, power: str = "1") -> dict[str, Any]:
-    return {"shape": partial(_polynomial, power=_number(power, SMALLEST, 100))}
+    return {"shape": partial(_polynomial, power=number_in(power, SMALLEST, 100))}
 
 
 def _step_fields(config: RecipeSettings, steps: int, at: str = "auto", factor: str = "0.1") -> dict[str, Any]:
     """Return the fields for drops as in PyTorch's `MultiStepLR` and `StepLR`; epochs include the warm-up."""
     if "," in at:
-        epochs = sorted(_number(word, 0) for word in at.removesuffix(",").split(","))
+        epochs = sorted(number_in(word, 0.0, MOST_EPOCHS) for word in at.removesuffix(",").split(","))
     else:
-        every = config.epochs / 3 if at == "auto" else _number(at, FEWEST_EPOCHS)
+        every = config.epochs / 3 if at == "auto" else number_in(at, FEWEST_EPOCHS, MOST_EPOCHS)
         epochs = [every * number for number in range(1, math.ceil(config.epochs / every))]
     drops = tuple(round(epoch * steps) for epoch in epochs)
-    return {"final_scale": 1.0, "drops": drops, "drop_rate": _number(factor, SMALLEST, 1)}
+    return {"final_scale": 1.0, "drops": drops, "drop_rate": number_in(factor, SMALLEST, 1)}
 
 
 def _stable_fields(config: RecipeSettings, steps: int, decay: str = "auto", shape: str = "sqrt") -> dict[str, Any]:
-    last = config.cooldown_epochs + (config.epochs / 5 if decay == "auto" else _number(decay, FEWEST_EPOCHS))
-    epochs = max(0, math.floor(round(config.epochs - last, 6)))
+    epochs_of_decay = config.epochs / 5 if decay == "auto" else number_in(decay, FEWEST_EPOCHS, MOST_EPOCHS)
+    epochs = max(0, math.floor(round(config.epochs - (config.cooldown_epochs + epochs_of_decay), 6)))
     return {"shape": SHAPES[shape], "stable_steps": epochs * steps}
 
 
