@@ -17,7 +17,7 @@ ROOMS = {  # limit and end
     "scripts": (505, 350),
     "models": (1264, 900),
     "zerovision/training/config": (792, 500),
-    "zerovision/training/base": (1093, 550),
+    "zerovision/training/base": (1098, 550),
     "zerovision/training/world": (597, 450),
     "zerovision/training/data": (4201, 2900),
     "zerovision/training/recipe": (580, 650),
