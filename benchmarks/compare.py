@@ -33,7 +33,7 @@ from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
 from benchmarks.peers.job import Job, write_job
 from benchmarks.peers.ours import SHARED_MEMORY
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 BY_HAND = (BASELINE, TUNED, "FSDP2")  # loops that users write themselves; the others are the peers
 # Who of ours trains from files: contestant -> strategy, and flags beside the job's.

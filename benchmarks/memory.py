@@ -37,7 +37,7 @@ from zerovision.planning.search import PlannedJob, evaluate
 from zerovision.training.base.settings import RunSettings
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.build import resolve_engine
-from zerovision.training.engines.strategies import STRATEGIES, plan_of
+from zerovision.training.engines.ways import STRATEGIES, plan_of
 
 FILL = 0.8  # of the free memory
 LARGE = ("vgg", "ensemble")

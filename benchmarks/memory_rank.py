@@ -21,8 +21,7 @@ from benchmarks.peers.job import Job
 from zerovision.models.build import build_model
 from zerovision.training.base.settings import RunSettings
 from zerovision.training.world.collectives import barrier
-from zerovision.training.world.mesh import form_mesh
-from zerovision.training.world.world import World, start_world, stop_world
+from zerovision.training.world.world import World, form_mesh, start_world, stop_world
 
 STEPS = 3  # the first creates the optimizer's state
 

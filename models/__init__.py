@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from zerovision.training.base.errors import UserError, check_name
 
 TIMM_PREFIX = "timm:"
-HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # for a repository on the Hugging Face hub; see `zerovision.models.hub_models`
+HUB_PREFIX = f"{TIMM_PREFIX}hf-hub:"  # for a repository on the Hugging Face hub; see `zerovision.models.timm_models`
 LARGEST_IMAGE_SIZE = 4096  # pixels
 MOST_IMAGE_CHANNELS = 1024
 MOST_MEMBERS = 32  # of an ensemble

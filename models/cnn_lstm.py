@@ -22,7 +22,7 @@ class CNNLSTM(nn.Module):
     """Maps images `[B, C, H, W]` to logits `[B, num_classes]`."""
 
     def __init__(self, num_classes: int, in_chans: int, drop_rate: float = 0.2) -> None:
-        """Create the layers; the stem's stride is 2, which `zerovision.models.image_size` lowers for small images."""
+        """Create the layers; the stem's stride is 2, which `zerovision.models.dry_run` lowers for small images."""
         super().__init__()
         self.blocks = nn.Sequential(
             conv_block(in_chans, 32, stride=2),

@@ -1,29 +1,52 @@
-"""Builds any network in timm's registry, including zerovision's own, with or without pretrained weights."""
+"""Builds any network of timm's registry, including zerovision's own, or of a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import json
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import huggingface_hub
 import timm
 import torch
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import get_session
-from timm.layers import DropPath
+from timm.layers import Conv2dSame, DropPath
 from torch import nn
 
-from zerovision.models import MODELS, model_spec
-from zerovision.models.image_size import as_names
+from zerovision.models import HUB_PREFIX, MODELS, model_spec
+from zerovision.models.dry_run import as_names
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Description
-from zerovision.models.whole_input import WholeInputConv2d
-from zerovision.training.base.errors import UserError, nearest
+from zerovision.training.base.errors import UserError, nearest, shown
+
+
+class WholeInputConv2d(nn.Conv2d):
+    """A convolution that is computed as a matrix product if its kernel is as large as its input.
+
+    On a CPU, the convolution's own kernels would then take four times as long; VGG16's layer has 103 million weights.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map images `[B, C, H, W]` to `[B, out_channels, H', W']`, as the convolution does except for rounding."""
+        if input.shape[2:] != self.kernel_size or self.padding != (0, 0) or self.groups != 1:
+            return super().forward(input)
+        order = (0, 1, 2, 3) if self.weight.is_contiguous() else (0, 2, 3, 1)  # the order of the weights, being large
+        rows, weight = (tensor.permute(order).flatten(1) for tensor in (input, self.weight))
+        return nn.functional.linear(rows, weight, self.bias)[:, :, None, None]
+
+
+# Convolutions whose output is linear in their stored weight; other convolutions standardize the weight first.
+PLAIN_CONVOLUTIONS = (nn.Conv2d, Conv2dSame, WholeInputConv2d)
+
 
 HUB_TIMEOUT_SECONDS = 5.0
 
@@ -215,3 +238,41 @@ def _hub_answers() -> bool:
     except Exception:  # for whatever reason, the hub was not reached
         return False
     return True
+
+
+def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) -> tuple[str, str]:
+    """Return a repository's network as `timm:<architecture>`, and its weights' local path, or '' if not requested.
+
+    Missing files are downloaded into the hub's local cache; only safetensors are read.
+
+    Args:
+        model_type: `timm:hf-hub:ORG/NAME`, or `timm:hf-hub:ORG/NAME@REVISION`.
+        weights: a file to load instead of the repository's weights, or ''.
+        wants_weights: whether to load the repository's weights if `weights` is ''.
+
+    Raises:
+        UserError: if the repository cannot be reached, is not in timm's format, or has no model.safetensors.
+    """
+    repository, _, revision = model_type.removeprefix(HUB_PREFIX).partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
+        raise UserError(
+            f"--model-type {shown(model_type)}: expected {HUB_PREFIX}ORG/NAME, such as {HUB_PREFIX}team/net."
+        )
+    loads_own = wants_weights and not weights
+    names = ["config.json", "model.safetensors"] if loads_own else ["config.json"]
+    for name in names:
+        try:
+            with offline_where_unreachable():
+                found = hf_hub_download(repository, name, revision=revision or None)
+            if name == "config.json":
+                facts = json.loads(Path(found).read_text(encoding="utf-8"))
+        except Exception as error:  # the hub's clients raise a dozen types without a common base class
+            raise UserError(
+                f"--model-type {model_type}: its {name} could not be read: {reason_of(error)}. Without it, or to "
+                "resume a run, use timm's name of the network, timm:NAME, with --weights FILE for a new run."
+            ) from error
+    network = facts.get("architecture") if isinstance(facts, dict) else None
+    if not isinstance(network, str) or not timm.is_model(network) or facts.get("model_args"):
+        what = "takes model_args" if network and facts.get("model_args") else "names no timm network"
+        raise UserError(f"--model-type {model_type}: its config.json {what}: use timm:NAME and --weights FILE.")
+    return f"timm:{network}", found if loads_own else weights

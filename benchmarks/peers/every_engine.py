@@ -8,7 +8,7 @@ from benchmarks.peers.job import Job, Measure, timed
 from benchmarks.peers.ours import our_step
 from zerovision.training.base.errors import UserError
 from zerovision.training.engines.build import ENGINES
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 
 def step_contestants(job: Job) -> dict[str, Measure]:

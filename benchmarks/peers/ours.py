@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.launch import run
 from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.job import Job, Measure, Step, make_network, timed
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 from zerovision.training.world.world import World
 
 SHARED_MEMORY = (

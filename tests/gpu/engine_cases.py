@@ -12,8 +12,8 @@ from tests.training.engine_ranks import configuration, decayed_and_not, make_bat
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint.manifest import Manifest, shard_name
-from zerovision.training.checkpoint.restore import TrainState
 from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
+from zerovision.training.checkpoint.store import TrainState
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import Engine
 from zerovision.training.observe.observer import Seen

@@ -22,9 +22,9 @@ from zerovision.training.data.loader import Loader
 from zerovision.training.data.reading.sources import ArraySource
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.build import build_engine
-from zerovision.training.engines.cuda_graphs import Recorded
+from zerovision.training.engines.compilation import Recorded
 from zerovision.training.engines.engine import Engine, EngineSetup
-from zerovision.training.engines.strategies import plan_of
+from zerovision.training.engines.ways import plan_of
 from zerovision.training.loop import seed_dropout, train_one_epoch
 from zerovision.training.tasks.scores import ScoreSums, sample_losses
 from zerovision.training.world.world import World

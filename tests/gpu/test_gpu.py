@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.gpu.gpu_ranks import TRAINABLE_MODELS
 from zerovision.training.engines.build import ENGINES
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,

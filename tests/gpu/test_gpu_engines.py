@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 
 from zerovision.training.engines.build import ENGINES
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,

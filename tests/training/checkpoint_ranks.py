@@ -38,8 +38,7 @@ from zerovision.training.base.errors import RunEnded
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint import shards
-from zerovision.training.checkpoint.restore import TrainState, keep_frozen, restore
-from zerovision.training.checkpoint.store import choose, find_candidates
+from zerovision.training.checkpoint.store import TrainState, choose, find_candidates, keep_frozen, restore
 from zerovision.training.data.batch_transforms import BatchTransforms
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.loader import Loader
@@ -47,13 +46,13 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import frozen_parameters
 from zerovision.training.engines.pipeline.engine import train_in_stages
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.observer import StepDone
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer, tune
+from zerovision.training.setup import Accumulate
 from zerovision.training.steps import saver
-from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.saver import GIVE_UP_SECONDS, Saver
 from zerovision.training.steps.watch import guard_of
@@ -62,8 +61,7 @@ from zerovision.training.tasks.contrast.comparison import GradientCache
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.collectives import barrier, broadcast_object
-from zerovision.training.world.mesh import form_mesh
-from zerovision.training.world.world import World
+from zerovision.training.world.world import World, form_mesh
 
 SAMPLES = 45  # three steps of 16, the last of them with a remainder
 MICRO_BATCH = 4

@@ -27,7 +27,7 @@ from zerovision.training.base.errors import AgreedError
 from zerovision.training.base.leaves import Leaves
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import RunFolder
-from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.store import TrainState
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines import buckets, fsdp2
@@ -36,14 +36,14 @@ from zerovision.training.engines.build import build_engine, resolve_engine
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.settings import ways_of
-from zerovision.training.engines.strategies import plan_of
+from zerovision.training.engines.ways import plan_of
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.device_use import peak_memory, reset_peak_memory, used_memory
 from zerovision.training.observe.observer import Observer, Observers
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer
-from zerovision.training.steps.accumulate import Accumulate
+from zerovision.training.setup import Accumulate
 from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.watch import Heartbeats, every_step, guard_of

@@ -32,7 +32,7 @@ from tests.training.no_shared_memory import without_shared_memory
 from tests.training.out_of_memory_ranks import run  # noqa: F401 - with the buckets of engine_ranks, too
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
-from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.store import TrainState
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.reader import Batch
 from zerovision.training.data.sampler import BatchPlan

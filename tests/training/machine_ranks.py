@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.training.engine_ranks import train_leaves
-from zerovision.training.engines import machine_levels
+from zerovision.training.engines import tree_reduce_scatter as levels
 from zerovision.training.world.world import World
 
 
@@ -61,7 +61,7 @@ def train(world: World, per_machine: int, is_two_level: bool, leaves: int, **cha
     with (
         mock.patch.object(dist, "all_to_all_single", sent.all_to_all_single),
         mock.patch.object(dist, "all_gather_into_tensor", sent.all_gather_into_tensor),
-        mock.patch.object(machine_levels, "MachineLevels", machine_levels.MachineLevels if is_two_level else none),
+        mock.patch.object(levels, "MachineLevels", levels.MachineLevels if is_two_level else none),
     ):
         digest, updated = train_leaves(world, leaves, **changes)
     return {"digest": digest, "to_machines": sent.to_machines, "to_ranks": sent.to_ranks, "updated": updated}

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zerovision.models import MODELS
 from zerovision.training.config.command_line import parse_args
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 from zerovision.training.run import set_up, train
 from zerovision.training.world.world import start_world, stop_world
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.kit import Recorder
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
-from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.store import TrainState
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.build import form_ranks
@@ -31,8 +31,7 @@ from zerovision.training.world.collectives import (
     largest_over_ranks,
     sum_over_ranks,
 )
-from zerovision.training.world.mesh import form_mesh
-from zerovision.training.world.world import World
+from zerovision.training.world.world import World, form_mesh
 
 
 def neighbours(world: World, tensor: int, pipeline: int) -> dict[str, Any]:

@@ -27,15 +27,14 @@ from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup, StepInput, TimedEngine
 from zerovision.training.engines.pipeline.engine import train_in_stages
 from zerovision.training.engines.settings import TORCH, ways_of
-from zerovision.training.engines.strategies import plan_of
+from zerovision.training.engines.ways import plan_of
 from zerovision.training.loop import seed_dropout
 from zerovision.training.recipe.optimizer import build_optimizer
-from zerovision.training.steps.accumulate import Accumulate
+from zerovision.training.setup import Accumulate
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.teacher.network import distilled
 from zerovision.training.world.collectives import barrier, gather_objects
-from zerovision.training.world.mesh import form_mesh
-from zerovision.training.world.world import World
+from zerovision.training.world.world import World, form_mesh
 
 SIZE = 16  # pixels
 LARGER = {"lstm": 32}

@@ -20,8 +20,8 @@ from tests.training.engine_ranks import configuration, whole_tensors
 from tests.training.out_of_memory_ranks import run
 from zerovision.models import tensor_plan
 from zerovision.models.build import BuiltModel
+from zerovision.models.timm_models import WholeInputConv2d
 from zerovision.models.weights_metadata import Description
-from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
@@ -30,11 +30,10 @@ from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.engines.pipeline.engine import train_in_stages
 from zerovision.training.loop import seed_dropout
-from zerovision.training.steps.accumulate import Accumulate
+from zerovision.training.setup import Accumulate
 from zerovision.training.tasks.scores import sample_losses
 from zerovision.training.world.collectives import sum_over_ranks
-from zerovision.training.world.mesh import form_mesh
-from zerovision.training.world.world import World
+from zerovision.training.world.world import World, form_mesh
 
 CLASSES, LEAVES, BATCH_SIZE, STEPS, RATE, CLIPPING = 10, 2, 4, 3, 0.05, 1.0
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "drop_path_rate": 0.2}  # 3 heads: one rank has 2 of them

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit import ROUNDING, assert_same_but_rounding
 from zerovision.training.engines.build import ENGINES
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 AVERAGE = "tests.training.average_ranks:average"
 CASES = [{"strategy": strategy, "engine": engine} for strategy, engine in product(STRATEGIES, ENGINES)] + [

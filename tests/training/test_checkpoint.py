@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerovision.training.base.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 RANKS = "tests.training.checkpoint_ranks"
 CULPRITS = ("image", "loss", "gradient")

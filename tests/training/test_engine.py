@@ -19,7 +19,7 @@ from sklearn.preprocessing import label_binarize
 
 from tests.kit import ROUNDING, assert_same_but_rounding, share_apart
 from zerovision.training.engines.build import ENGINES
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 VARIANTS = [*product(STRATEGIES, ENGINES)]
 RANKS = "tests.training.engine_ranks"

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 from zerovision.training.world.collectives import broadcast_object, gather_objects
 from zerovision.training.world.world import World
 

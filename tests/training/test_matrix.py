@@ -17,7 +17,7 @@ from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.models import MODELS
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -18,7 +18,7 @@ from tests.training.checkpoint_ranks import DropoutNet
 from zerovision.training.checkpoint.manifest import read_manifest
 from zerovision.training.checkpoint.shards import CheckpointReader
 from zerovision.training.engines.build import ENGINES
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 RANKS = "tests.training.checkpoint_ranks"
 WORLDS = (1, 2, 4)

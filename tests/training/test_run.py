@@ -33,7 +33,7 @@ from zerovision.training.checkpoint.shards import CheckpointReader
 from zerovision.training.checkpoint.weights import load_model, preprocess
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.engines.deepspeed.config import read_strategy_json
+from zerovision.training.engines.deepspeed import read_strategy_json
 from zerovision.training.tasks.labels import OneLabel
 from zerovision.training.world.world import World
 

@@ -166,7 +166,7 @@ def stub_repo(folder: Path) -> Path:
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
     with (root / "zerovision" / "training" / "config" / "command_line.py").open("a") as command_line:
         command_line.write(STUB_COMMAND_LINE)
-    (root / "zerovision" / "delivery" / "end_of_run.py").write_text("")
+    (root / "zerovision" / "delivery" / "evaluation_files.py").write_text("")
     (root / "zerovision" / "training" / "run.py").write_text("")  # the ranks need none of what it imports
     (root / ".venv").symlink_to(sys.prefix)
     return root

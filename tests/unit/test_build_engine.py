@@ -26,12 +26,12 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.engines import build as model_module
 from zerovision.training.engines.build import ENGINES, build_engine, resolve_engine
 from zerovision.training.engines.compilation import PIXELS_THAT_PAY, compile_network, resolve_compile
-from zerovision.training.engines.deepspeed.config import read_strategy_json
+from zerovision.training.engines.deepspeed import read_strategy_json
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.precision import note_slow_bf16
 from zerovision.training.engines.settings import ways_of
-from zerovision.training.engines.strategies import STRATEGIES, plan_of
 from zerovision.training.engines.summation_tree import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
+from zerovision.training.engines.ways import STRATEGIES, plan_of
 from zerovision.training.world.world import World
 
 GPU = torch.device("cuda", 0)

@@ -23,9 +23,8 @@ from small_checkpoints import (
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, MOST_SHARDS, shard_name
-from zerovision.training.checkpoint.restore import TrainState, restore
 from zerovision.training.checkpoint.shards import Snapshot
-from zerovision.training.checkpoint.store import choose
+from zerovision.training.checkpoint.store import TrainState, choose, restore
 from zerovision.training.tasks.scores import ScoreSums
 
 LINE_LENGTH = 1500

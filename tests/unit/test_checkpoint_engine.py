@@ -18,14 +18,20 @@ from zerovision.models.build import BuiltModel, tensor_mismatch
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint.manifest import Manifest, shard_name
-from zerovision.training.checkpoint.restore import TrainState, restore
 from zerovision.training.checkpoint.shards import Snapshot, write_shard
-from zerovision.training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
+from zerovision.training.checkpoint.store import (
+    FoundCheckpoint,
+    TrainState,
+    commit,
+    read_manifest,
+    restore,
+    temporary_folder,
+)
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.parameter_shards import gather_weights
-from zerovision.training.engines.strategies import plan_of
+from zerovision.training.engines.ways import plan_of
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.steps.weight_average import WeightAverages
 from zerovision.training.tasks.scores import ScoreSums

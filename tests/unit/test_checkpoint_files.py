@@ -24,9 +24,15 @@ from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint import manifest as manifest_module
 from zerovision.training.checkpoint import shards, store
 from zerovision.training.checkpoint.manifest import MANIFEST_FILE, Manifest, ShardFacts, read_manifest, shard_name
-from zerovision.training.checkpoint.restore import TrainState, restore
 from zerovision.training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
-from zerovision.training.checkpoint.store import checkpoint_name, discard, find_candidates, temporary_folder
+from zerovision.training.checkpoint.store import (
+    TrainState,
+    checkpoint_name,
+    discard,
+    find_candidates,
+    restore,
+    temporary_folder,
+)
 from zerovision.training.engines.parameter_shards import EngineState, ParameterShard
 from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.world.world import World

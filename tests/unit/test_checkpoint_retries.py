@@ -19,7 +19,7 @@ from tests.kit import train
 from zerovision.training.base.errors import CANNOT_SAVE_EXIT_CODE, USER_ERROR_EXIT_CODE, RunEnded, UserError
 from zerovision.training.base.progress import Progress
 from zerovision.training.checkpoint import store
-from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.store import TrainState
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.steps import saver as saver_module

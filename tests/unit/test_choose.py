@@ -23,8 +23,7 @@ from zerovision.commands.train import TrainSettings
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.launch.arguments import read_arguments
 from zerovision.planning.choose import EFFORTS, Facts, Published, choose, has_head_first, of_head
-from zerovision.planning.choose_facts import gather
-from zerovision.planning.chosen_run import choose_run, describe, with_head
+from zerovision.planning.chosen_run import choose_run, describe, gather, with_head
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config

@@ -20,8 +20,8 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.observe.evaluation import describe_scores
 from zerovision.training.tasks import scores as task_scores
-from zerovision.training.tasks.class_scores import check_best_by, count_classes, score_of
 from zerovision.training.tasks.labels import OneLabel
+from zerovision.training.tasks.scores import check_best_by, count_classes, score_of
 
 SAMPLES, CLASSES = 300, 7
 

@@ -25,8 +25,8 @@ from tests.kit import wait_until
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
 from zerovision.launch import nodes
 from zerovision.launch.arguments import LaunchArguments
-from zerovision.launch.cluster_run import ending_of
 from zerovision.launch.hosts import srun_command, ssh_command
+from zerovision.launch.launch import ending_of
 from zerovision.launch.node_run import HANG_CODE, Ending
 from zerovision.launch.nodes import AGENT, Channel, Node, Nodes, Shell, is_passing
 from zerovision.launch.plan import Plan, forwarded_environment
@@ -36,8 +36,8 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import leave_mark, sees_mark
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.environment import software
-from zerovision.training.world import network_interfaces
-from zerovision.training.world.network_interfaces import address_towards, interface_of, interface_towards, is_loopback
+from zerovision.training.world import machine
+from zerovision.training.world.machine import address_towards, interface_of, interface_towards, is_loopback
 
 
 def plan(hosts: Sequence[str], min_nodes: int = 1, ranks_per_node: int = 1, **settings: Any) -> Plan:
@@ -137,15 +137,15 @@ def test_the_address_that_others_reach_is_found() -> None:
     assert interface_of("10.1.2.3", addresses) == "eth1"
     assert interface_of("10.9.9.9", addresses) == ""
     assert all(is_loopback(one) for one in ("127.0.0.1", "127.0.1.1", "::1", ""))
-    assert not any(is_loopback(address) for _, address, _ in network_interfaces.own_addresses())
+    assert not any(is_loopback(address) for _, address, _ in machine.own_addresses())
 
 
 def test_the_interface_towards_a_machine_is_one_that_others_reach() -> None:
     """Also where the machine's own name resolves to 127.0.1.1."""
-    interfaces = {name for name, _, _ in network_interfaces.own_addresses()} or {""}
+    interfaces = {name for name, _, _ in machine.own_addresses()} or {""}
     assert interface_towards("127.0.1.1") in interfaces
     assert interface_towards("no-such-host.invalid") in interfaces
-    for name, address, _ in network_interfaces.own_addresses():
+    for name, address, _ in machine.own_addresses():
         assert interface_towards(address) == name
 
 
@@ -240,13 +240,13 @@ FAKES = {"ssh": FAKE_SSH, "srun": FAKE_SRUN}
 DRIVER = """
 import json, os, sys
 from zerovision.launch.arguments import check_training, read_arguments
-from zerovision.launch import cluster_run, launch, nodes, rendezvous
+from zerovision.launch import launch, nodes, rendezvous
 from zerovision.launch.plan import Plan
 from zerovision.training.base.lasting_output import outlast_readers
 nodes.LOST_SECONDS = float(os.environ.get("LOST_SECONDS", nodes.LOST_SECONDS))
 remote_shell, outcome, *words = sys.argv[1:]
 outlast_readers()
-rendezvous.FIRST_PATIENCE_SECONDS = cluster_run.RETURN_SECONDS = 1.0
+rendezvous.FIRST_PATIENCE_SECONDS = launch.RETURN_SECONDS = 1.0
 launch.Nodes = lambda shell: nodes.Nodes(remote_shell)
 launch.Plan = lambda given, arguments, config, hosts, _ssh, port: Plan(
     given, arguments, config, hosts, remote_shell, port)
@@ -694,10 +694,10 @@ def test_an_interface_that_is_not_there_is_refused(gloo, nccl, said, monkeypatch
     variables = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": nccl}
     if said:
         with pytest.raises(UserError) as caught:
-            network_interfaces.check_chosen_interfaces(variables, has_gpus=True)
+            machine.check_chosen_interfaces(variables, has_gpus=True)
         assert said in str(caught.value)
         assert str(caught.value).count("\n") == 0
     else:
-        network_interfaces.check_chosen_interfaces(variables, has_gpus=True)
+        machine.check_chosen_interfaces(variables, has_gpus=True)
     if not gloo:  # without GPUs nothing uses NCCL
-        network_interfaces.check_chosen_interfaces(variables, has_gpus=False)
+        machine.check_chosen_interfaces(variables, has_gpus=False)

@@ -13,8 +13,8 @@ from made_data import write_csv
 from tests.kit import png, write_parquet, write_tar
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, list_images, load_data
-from zerovision.training.data.columns import FactColumns, find_column
 from zerovision.training.data.division import parts_there
+from zerovision.training.data.images import FactColumns, find_column
 
 pytest.importorskip("pyarrow.parquet")
 

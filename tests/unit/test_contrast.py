@@ -23,8 +23,8 @@ from zerovision.training.checkpoint.weights import load_model, read_metadata
 from zerovision.training.config import FLAG_OF
 from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
+from zerovision.training.data.loader import SampleRows
 from zerovision.training.data.reader import Batch
-from zerovision.training.data.sample_rows import SampleRows
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.engines.engine import StepInput, TimedEngine
 from zerovision.training.tasks.contrast.comparison import GradientCache, contrast

@@ -22,8 +22,8 @@ from zerovision.training.base.control_groups import cpu_quota, limit_threads, qu
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions
 from zerovision.training.data.loader import most_workers
-from zerovision.training.data.reading import cache
-from zerovision.training.world import gpus
+from zerovision.training.data.reading import sources
+from zerovision.training.world import machine
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import _choose_device, start_world
 
@@ -102,8 +102,8 @@ def test_caches_in_memory_take_a_quarter_of_what_machine_and_control_groups_allo
     meminfo = "MemTotal: 8000 kB\nMemAvailable: 7000 kB\n"
     write_files(tmp_path, {"proc/meminfo": meminfo, "proc/self/cgroup": groups, **files})
     assert usable_memory(tmp_path) == 1024 * kib
-    monkeypatch.setattr(cache, "usable_memory", lambda: usable_memory(tmp_path))
-    assert cache._location(DataOptions(cache="ram"))[1] == 256 * kib
+    monkeypatch.setattr(sources, "usable_memory", lambda: usable_memory(tmp_path))
+    assert sources._location(DataOptions(cache="ram"))[1] == 256 * kib
 
 
 def test_threads_and_workers_follow_a_quota(monkeypatch):
@@ -132,16 +132,16 @@ def test_gpus_are_counted_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest
         (tmp_path / "nvidia-smi").write_text(tool)
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(gpus, "DEVICE_FILES", tmp_path)
-    assert gpus.machine_gpus() == ["0", "1"]
+    monkeypatch.setattr(machine, "DEVICE_FILES", tmp_path)
+    assert machine.machine_gpus() == ["0", "1"]
 
 
 def test_nvidia_smi_knows_better_than_device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(machine, "DEVICE_FILES", tmp_path)
     for count in (3, 0):
         monkeypatch.setenv("PATH", pretend_gpus(tmp_path, count))
         (tmp_path / "nvidia7").touch()
-        assert gpus.machine_gpus() == [str(number) for number in range(count)]
+        assert machine.machine_gpus() == [str(number) for number in range(count)]
 
 
 DEEPSPEED = """

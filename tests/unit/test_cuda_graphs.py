@@ -16,10 +16,10 @@ from torch import nn
 from tests.kit import ALONE
 from zerovision.models.ensemble import Ensemble
 from zerovision.training.config import TrainConfig
-from zerovision.training.engines.cuda_graphs import MOST_EXCHANGED_BYTES, Recorded, record, records
+from zerovision.training.engines.compilation import MOST_EXCHANGED_BYTES, Recorded, record, records
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.precision import under_autocast
-from zerovision.training.engines.strategies import plan_of
+from zerovision.training.engines.ways import plan_of
 from zerovision.training.setup import _is_static
 from zerovision.training.world.world import World
 

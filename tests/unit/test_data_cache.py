@@ -21,7 +21,7 @@ from PIL import Image
 from tests.kit import ROOT, train, wait_until
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.loader import Loader
-from zerovision.training.data.reading.cache import INDEX, PIXELS, ImageCache, open_cache
+from zerovision.training.data.reading.sources import INDEX, PIXELS, ImageCache, open_cache
 from zerovision.training.data.sampler import EvaluationPlan
 
 IMAGES = 24
@@ -156,7 +156,7 @@ WRITER = """
 import sys
 import numpy as np
 from pathlib import Path
-from zerovision.training.data.reading.cache import ImageCache
+from zerovision.training.data.reading.sources import ImageCache
 
 cache = ImageCache(Path(sys.argv[1]), 10**9)
 print("ready", flush=True)
@@ -244,7 +244,7 @@ def test_the_bound_is_one_of_all_caches_together(tmp_path):
 @pytest.mark.parametrize("planted", ["folder", "link", "link that leads nowhere"])
 def test_what_another_user_planted_is_not_used(tmp_path, monkeypatch, planted):
     root = tmp_path / "ram"
-    monkeypatch.setattr("zerovision.training.data.reading.cache._location", lambda given: (root, 1000))
+    monkeypatch.setattr("zerovision.training.data.reading.sources._location", lambda given: (root, 1000))
     target = tmp_path / "target"
     if planted == "folder":
         root.mkdir()
@@ -262,7 +262,7 @@ def test_what_another_user_planted_is_not_used(tmp_path, monkeypatch, planted):
 def test_a_folder_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "ram"
-    monkeypatch.setattr("zerovision.training.data.reading.cache._location", lambda given: (place, 1000))
+    monkeypatch.setattr("zerovision.training.data.reading.sources._location", lambda given: (place, 1000))
     cache, note = open_cache(DataOptions(cache="ram"), "key", 10)
     assert cache is None
     assert "Not a directory" in note

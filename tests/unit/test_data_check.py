@@ -17,8 +17,8 @@ from PIL import Image
 from tests import kit
 from tests.kit import call
 from tests.training.commands import read_metrics
-from zerovision.delivery.end_of_run import leave_files
 from zerovision.delivery.evaluate import evaluate
+from zerovision.delivery.evaluation_files import leave_files
 from zerovision.planning.data_check import check_data, equal_images, lines_of
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.image_list import (

@@ -115,7 +115,7 @@ def test_a_batch_in_memory_is_its_samples_one_by_one(data, image_size, options):
 def test_a_set_too_large_for_the_memory_is_read_image_by_image(monkeypatch):
     pair = load_data(DataOptions(data="fake", augmentation="shift_flip"))
     in_memory = train_loader(pair, 16)
-    monkeypatch.setattr("zerovision.training.data.device.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
+    monkeypatch.setattr("zerovision.training.data.loader.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
     too_large = train_loader(pair, 16)
     assert in_memory._from_memory is not None
     assert too_large._from_memory is None

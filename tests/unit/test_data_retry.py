@@ -28,7 +28,7 @@ from zerovision.training.data import DataOptions, archives, find_dataset, load_d
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.reading import files as image_files
 from zerovision.training.data.reading.files import ImageError, read_file
-from zerovision.training.data.reading.model_input import ModelInput
+from zerovision.training.data.reading.image_numbers import ModelInput
 
 HICCUPS = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EMFILE]
 

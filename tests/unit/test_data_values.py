@@ -19,8 +19,8 @@ from torchvision.transforms.v2.functional import to_dtype
 
 from tests.kit import ELEMENTWISE, ROUNDING, assert_same_but_rounding, call, train
 from zerovision.delivery.evaluate import evaluate
-from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.predict import predict
+from zerovision.delivery.publish import write_model_card
 from zerovision.models.weights_metadata import SMALLEST_STD
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model, preprocess
@@ -124,7 +124,7 @@ def test_batches_are_those_of_single_images_and_of_a_later_start(tmp_path, monke
     whole = list(Loader(data.train, plan, 0).epoch(1))
     later = list(Loader(data.train, plan, 0).epoch(1, first_step=3))
     half = 4 * TRAIN * 2 * 18**2 // 2  # of what they take
-    monkeypatch.setattr("zerovision.training.data.device.MAX_BYTES", half)
+    monkeypatch.setattr("zerovision.training.data.loader.MAX_BYTES", half)
     single = list(Loader(data.train, plan, 0).epoch(1))
     assert len(whole) == 5
     for batch, same in zip([*whole, *whole[3:]], [*single, *later], strict=True):

@@ -24,7 +24,7 @@ from zerovision.launch.doctor import Request, _examine_shared_logs, _facts, exam
 from zerovision.launch.machine_facts import data_facts, measure_network, open_port, try_paths
 from zerovision.launch.nodes import Nodes
 from zerovision.training.config import TrainConfig
-from zerovision.training.world.network_interfaces import free_port, own_addresses
+from zerovision.training.world.machine import free_port, own_addresses
 
 COMPLAINTS = {
     "ssh: Could not resolve hostname node09: Name or service not known": "no such host name",

@@ -30,7 +30,7 @@ from zerovision.training.config.values import allowed_names
 from zerovision.training.data import DATASETS, DataOptions, load_data
 from zerovision.training.data.augmentations import AUGMENTATIONS
 from zerovision.training.data.folder import listing
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 from zerovision.training.recipe.rules import ELEMENT_WISE, WHOLE_PARAMETER
 from zerovision.training.recipe.schedule import SCHEDULES
 from zerovision.training.tasks.settings import LOSSES

@@ -35,7 +35,7 @@ from zerovision.training.checkpoint.weights import load_model, save_weights
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.world.network_interfaces import free_port
+from zerovision.training.world.machine import free_port
 
 CLASSES = [str(number) for number in range(10)]
 IMAGES, SIZE = 12, 32  # of a folder; pixels

@@ -9,7 +9,7 @@ import pytest
 
 from zerovision.launch.hosts import read_hostfile
 from zerovision.training.base.errors import UserError
-from zerovision.training.engines.deepspeed.config import read_strategy_json
+from zerovision.training.engines.deepspeed import read_strategy_json
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 

@@ -125,9 +125,9 @@ def test_a_library_has_one_owner():
 # Who holds the manifest of a checkpoint that is read, and what each takes from it.
 MANIFEST_READERS = {
     "resume.py: resumed": {"config", "identity", "parameters", "progress"},
-    "checkpoint/restore.py: restore": {"applied_steps", "loss_scale", "progress"},
-    "checkpoint/restore.py: _check_content": {"parameters"},
-    "checkpoint/restore.py: keep_frozen": {"frozen"},
+    "checkpoint/store.py: restore": {"applied_steps", "loss_scale", "progress"},
+    "checkpoint/store.py: _check_content": {"parameters"},
+    "checkpoint/store.py: keep_frozen": {"frozen"},
     "checkpoint/shards.py: __init__": {"data_ranks", "parameters"},
     "checkpoint/manifest.py: file_names": {"frozen", "shards"},
     "checkpoint/manifest.py: write_manifest": set(),  # all of it
@@ -181,7 +181,7 @@ def test_the_environment_is_read_where_it_belongs():
     training, launch = "zerovision/training", "zerovision/launch"
     allowed = {
         *(f"{training}/world/{name}.py" for name in ("launchers", "world", "preserved_process")),
-        *(f"{training}/world/gpus.py", f"{training}/base/heartbeat.py"),  # CUDA_VISIBLE_DEVICES; the launch's folder
+        *(f"{training}/world/machine.py", f"{training}/base/heartbeat.py"),  # CUDA_VISIBLE_DEVICES; the launch's folder
         *("zerovision/commands/train_distributed.py", f"{training}/engines/deepspeed/engine.py"),
         *(f"{launch}/{name}.py" for name in ("launch", "local_ranks", "process_tree")),  # hand it on
         "zerovision/extras/sweep.py",  # the same

@@ -18,16 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kit import assert_same_but_rounding, new_model
 from zerovision.models.dry_run import without_data
 from zerovision.models.preparation import starting_preparations
-from zerovision.models.timm_models import create
+from zerovision.models.timm_models import WholeInputConv2d, create
 from zerovision.models.weights_metadata import Description
-from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import write_json
 from zerovision.training.base.run_folder import CONFIG, LAST
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.observe.new_run import run_folder
-from zerovision.training.recipe.whitening import EPSILON, whiten_stem, whitening_filters
+from zerovision.training.recipe.tuning import EPSILON, whiten_stem, whitening_filters
 
 FACTS = {
     "architecture": "test_resnet",

@@ -22,9 +22,9 @@ from zerovision.delivery.predict import predict
 from zerovision.models import MODELS
 from zerovision.models.build import rebuild_model
 from zerovision.models.weights_metadata import Description
+from zerovision.planning.machines import PlanSettings
 from zerovision.planning.plan_command import job_of
 from zerovision.planning.run_workload import workload_of
-from zerovision.planning.settings import PlanSettings
 from zerovision.training.base.errors import UserError
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
@@ -35,7 +35,7 @@ from zerovision.training.data.reading.decode import make_decoder
 from zerovision.training.data.reading.sources import ArraySource, grey
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.loop import seed_dropout
-from zerovision.training.recipe.whitening import whiten_stem
+from zerovision.training.recipe.tuning import whiten_stem
 
 GENERATOR = np.random.default_rng(0)
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}

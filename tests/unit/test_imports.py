@@ -39,14 +39,14 @@ LIGHT = {
     "import zerovision.launch.launch, zerovision.launch.agent, zerovision.launch.slurm": "torch numpy timm",
     "import zerovision.models": "torch timm numpy",
     "import zerovision.training.config.command_line": "torch timm deepspeed",
-    "import zerovision.planning.settings": "torch timm",
+    "import zerovision.planning.machines": "torch timm",
     "import zerovision.training.data, zerovision.training.data.augmentations": "torch",
     "import zerovision.delivery.report.page, zerovision.delivery.trained_model": "torch",
     "runpy.run_path('scripts/export.py', run_name='__main__')": "torch onnx onnxruntime",
 }
 HEAVY = {
     "from zerovision.training.checkpoint.weights import load_model; load_model(sys.argv[1])": "deepspeed tensorboard",
-    "import zerovision.training.run, zerovision.delivery.end_of_run, zerovision.training.data.arrays": (
+    "import zerovision.training.run, zerovision.delivery.evaluation_files, zerovision.training.data.arrays": (
         "scipy sklearn deepspeed"
     ),
 }

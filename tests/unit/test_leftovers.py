@@ -232,13 +232,13 @@ import os, shutil, sys, tempfile
 from multiprocessing.connection import Listener
 from multiprocessing.util import get_temp_dir
 from zerovision.launch.process_tree import LaunchProcesses, launch_environment, make_temporary_folder
-from zerovision.training.data import workers
-workers._PRELOADED_MODULES = []  # which take seconds
+from zerovision.training.data import reader
+reader._PRELOADED_MODULES = []  # which take seconds
 if __name__ == "__main__":
     if "launched" in sys.argv:
         os.environ |= launch_environment(LaunchProcesses("m"), make_temporary_folder("m"), os.environ)
         tempfile.tempdir = None  # as in a process that is started with these
-    worker = workers.worker_context().Process(target=print, args=("from a worker",))
+    worker = reader.worker_context().Process(target=print, args=("from a worker",))
     worker.start()
     worker.join()
     Listener(family="AF_UNIX").close()  # as for tensors between processes

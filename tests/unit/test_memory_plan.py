@@ -15,7 +15,7 @@ from zerovision.planning.memory import ModelSizes, RankShare, plan_memory
 from zerovision.planning.run_workload import sizes_of, workload_of
 from zerovision.training.config import TrainConfig
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
-from zerovision.training.engines.strategies import ParallelPlan
+from zerovision.training.engines.ways import ParallelPlan
 
 PARAMETERS, BUCKET = 1_000_000, 10_000
 SIZES = ModelSizes(

@@ -21,7 +21,7 @@ from timm.data import create_transform, resolve_model_data_config
 
 from tests.kit import ALONE, call, new_model, save_built
 from zerovision.delivery.calibration import calibration_file
-from zerovision.delivery.model_card import write_model_card
+from zerovision.delivery.publish import write_model_card
 from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base import plugins

@@ -19,8 +19,8 @@ from test_evaluate_predict import ROOT
 
 from tests.kit import ALONE, call, train
 from zerovision.delivery.export.export_model import export_model
-from zerovision.delivery.model_card import write_model_card
 from zerovision.delivery.pack import pack
+from zerovision.delivery.publish import write_model_card
 from zerovision.delivery.report.page import write_report
 from zerovision.delivery.settings import ExportSettings
 from zerovision.extras.audit.audit import audit
@@ -38,7 +38,7 @@ from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.multilabel.labels import SeveralLabels, best_thresholds, several_loss
 from zerovision.training.tasks.scores import ScoreSums
-from zerovision.training.world.network_interfaces import free_port
+from zerovision.training.world.machine import free_port
 
 COLOURS = ["red", "green", "blue"]
 IMAGES = 90

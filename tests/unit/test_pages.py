@@ -31,7 +31,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import SCRIPTS
 from zerovision.training.config import FLAG_OF
 from zerovision.training.config.command_line import parse_args
-from zerovision.training.engines.deepspeed.config import check_deepspeed_json
+from zerovision.training.engines.deepspeed import check_deepspeed_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

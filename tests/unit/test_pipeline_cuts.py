@@ -15,8 +15,8 @@ from zerovision.training.config import TrainConfig
 from zerovision.training.engines.activation_checkpointing import enable_activation_checkpointing
 from zerovision.training.engines.buckets import deal
 from zerovision.training.engines.pipeline import Pipeline
-from zerovision.training.engines.pipeline.cuts import balanced_cuts, places_for, places_to_cut, trace
 from zerovision.training.engines.pipeline.rehearsal import layout_of
+from zerovision.training.engines.pipeline.stages import balanced_cuts, places_for, places_to_cut, trace
 
 SIZE = 32  # pixels
 # Of timm's networks: blocks where they can be cut, and modules inside of blocks where they cannot.

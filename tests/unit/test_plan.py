@@ -14,11 +14,10 @@ import torch
 
 from zerovision.launch.arguments import check_training, read_arguments
 from zerovision.launch.plan import resolve_strategy
-from zerovision.planning.machines import CPU, GPUS, Machine, detect_machine, find_gpu
+from zerovision.planning.machines import CPU, GPUS, Machine, PlanSettings, detect_machine, find_gpu
 from zerovision.planning.plan_command import command_of, describe_filling, job_of, plan
 from zerovision.planning.recommend import reason, recommend
 from zerovision.planning.search import PlannedJob, engines_of, evaluate, filling_batch, options, predicted_tensors
-from zerovision.planning.settings import PlanSettings
 from zerovision.training.base.control_groups import usable_memory
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes

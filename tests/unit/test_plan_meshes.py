@@ -11,12 +11,11 @@ from test_plan import taken_by_the_launcher, with_memory
 
 from zerovision.launch.arguments import check_training
 from zerovision.planning import run_workload
-from zerovision.planning.machines import Machine, find_gpu
+from zerovision.planning.machines import Machine, PlanSettings, find_gpu
 from zerovision.planning.plan_command import command_of, plan
 from zerovision.planning.recommend import recommend
+from zerovision.planning.run_workload import stages_of
 from zerovision.planning.search import NO_ACTIVATIONS, PlannedJob, evaluate
-from zerovision.planning.settings import PlanSettings
-from zerovision.planning.stages import stages_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig
 

@@ -20,7 +20,7 @@ from zerovision.training.config import FLAG_OF
 from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.data.workers import _Readers
+from zerovision.training.data.reader import _Readers
 from zerovision.training.observe.environment import software
 from zerovision.training.tasks.labels import build_loss
 

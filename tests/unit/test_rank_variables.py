@@ -18,8 +18,7 @@ from tests.training.ranks import free_port
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import REPO_ROOT, TYPED
 from zerovision.training.world.launchers import launched_world, line_to_go_on, remember_line
-from zerovision.training.world.store import _listen, open_store
-from zerovision.training.world.world import start_world
+from zerovision.training.world.world import _listen, open_store, start_world
 
 ACCELERATE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # 1.15
 SRUN = {

@@ -17,7 +17,7 @@ from PIL import Image, ImageColor
 from range_server import RangeServer
 
 from tests.kit import train
-from zerovision.delivery.end_of_run import leave_files
+from zerovision.delivery.evaluation_files import leave_files
 from zerovision.training.base.errors import FileServerError, UserError
 from zerovision.training.base.files import sha256_of
 from zerovision.training.config import TrainConfig

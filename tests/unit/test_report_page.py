@@ -14,7 +14,7 @@ from made_runs import RESTARTED, event, make_run, step
 
 from tests.training.commands import command_here
 from zerovision.delivery import pages
-from zerovision.delivery.end_of_run import leave_files
+from zerovision.delivery.evaluation_files import leave_files
 from zerovision.delivery.pages import TEMPLATE
 from zerovision.delivery.report.charts import rate_search_chart
 from zerovision.delivery.report.page import watch, write_report

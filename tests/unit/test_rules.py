@@ -17,7 +17,7 @@ from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.engines.build import build_engine, set_up_engine
 from zerovision.training.engines.engine import EngineSetup
-from zerovision.training.engines.strategies import STRATEGIES, plan_of
+from zerovision.training.engines.ways import STRATEGIES, plan_of
 from zerovision.training.recipe.optimizer import (
     build_optimizer,
     create_state,

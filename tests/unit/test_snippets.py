@@ -19,7 +19,7 @@ from tests.kit import assert_same_but_rounding, call, new_model
 from zerovision.delivery.predict import predict
 from zerovision.training.checkpoint.weights import preprocess, read_metadata
 from zerovision.training.data import DataOptions, load_data
-from zerovision.training.data.reading.model_input import ModelInput
+from zerovision.training.data.reading.image_numbers import ModelInput
 
 # What a network that is as sensitive as ours makes of it; without AVX2 a tenth of the pixels is off, up to 1.1e-2.
 ONE_LEVEL_HERE_AND_THERE = 2e-2

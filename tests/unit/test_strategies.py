@@ -9,7 +9,7 @@ import pytest
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import FLAG_OF
-from zerovision.training.engines.deepspeed.config import (
+from zerovision.training.engines.deepspeed import (
     OWNED_BY_COMMAND_LINE,
     SCHEMA,
     check_deepspeed_json,

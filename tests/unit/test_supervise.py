@@ -35,7 +35,7 @@ from zerovision.launch.process_tree import (
 from zerovision.launch.rank_monitor import Death, RankMonitor, main_thread
 from zerovision.launch.restart_policy import RestartPolicy, signal_within
 from zerovision.training.engines.deepspeed.engine import _sign_build_locks
-from zerovision.training.world.network_interfaces import free_port
+from zerovision.training.world.machine import free_port
 
 NO_RESTART = ("--max-restarts", "0")
 END_SECONDS = 120  # for an end that takes a few seconds on a machine with nothing else to do

@@ -28,7 +28,7 @@ from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.deepspeed.engine import TimedBackend
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.flops import TrainingFlops, peak_tflops
-from zerovision.training.engines.strategies import plan_of
+from zerovision.training.engines.ways import plan_of
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.device_use import DeviceGauge
 from zerovision.training.observe.observer import StepDone

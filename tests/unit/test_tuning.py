@@ -17,8 +17,8 @@ from torch import nn
 
 from tests.kit import new_model, save_built, train
 from zerovision.models.build import BuiltModel
+from zerovision.models.timm_models import WholeInputConv2d
 from zerovision.models.weights_metadata import Description, Preprocessing
-from zerovision.models.whole_input import WholeInputConv2d
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.leaves import Leaves
 from zerovision.training.checkpoint.manifest import FROZEN, read_manifest

@@ -16,7 +16,7 @@ from zerovision.training.engines.build import build_engine
 from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import gather_weights
-from zerovision.training.engines.strategies import plan_of
+from zerovision.training.engines.ways import plan_of
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.steps.weight_average import EMA, WeightAverages, ema_decay_at
 

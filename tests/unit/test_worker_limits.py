@@ -13,9 +13,9 @@ import pytest
 from tests.kit import ROOT
 from zerovision.training.base.errors import UserError, known_failure
 from zerovision.training.base.helper_processes import current_folder_kept_out
-from zerovision.training.data import workers
+from zerovision.training.data import reader
 
-fit = workers.fit_workers_into_memory
+fit = reader.fit_workers_into_memory
 Usage = namedtuple("Usage", "free")
 
 
@@ -26,7 +26,7 @@ Usage = namedtuple("Usage", "free")
 def test_workers_are_as_many_as_shared_memory_has_room_for(monkeypatch, free, may_write, ranks, expected):
     """4 images of 32 pixels are 12,288 bytes, three batches of them 36,864."""
     monkeypatch.setattr(os, "access", lambda *_: may_write)
-    monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: Usage(free))
+    monkeypatch.setattr(reader.shutil, "disk_usage", lambda _: Usage(free))
     assert fit(8, True, 12288, ranks, is_main=True) == expected
     assert fit(expected, False, 12288, ranks, is_main=True) == expected
     with pytest.raises(UserError, match=rf"^--workers 8: /dev/shm has room .* Use --workers {expected}, or"):
@@ -39,10 +39,10 @@ def test_a_script_without_a_main_guard_runs_in_no_worker(tmp_path, start):
     """And its soft limit of open files is raised to the hard one."""
     (tmp_path / "script.py").write_text(
         "import resource\n"
-        "from zerovision.training.data import workers\n"
+        "from zerovision.training.data import reader\n"
         "print('script', flush=True)\n"
-        "workers._PRELOADED_MODULES.clear()\n"
-        "worker = workers.worker_context().Process(target=print, args=('worker',))\n"
+        "reader._PRELOADED_MODULES.clear()\n"
+        "worker = reader.worker_context().Process(target=print, args=('worker',))\n"
         "worker.start(); worker.join(); print(worker.exitcode, *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))  # noqa: E731
@@ -58,9 +58,9 @@ def test_a_worker_that_is_left_does_not_keep_the_program_from_ending():
     """Which has an error whose frames hold the loader, as a notebook has: Python itself ends what is left."""
     code = (
         "import time\n"
-        "from zerovision.training.data import workers\n"
-        "workers._PRELOADED_MODULES.clear()\n"
-        "left = workers.worker_context().Process(target=time.sleep, args=(600,), daemon=True)\n"
+        "from zerovision.training.data import reader\n"
+        "reader._PRELOADED_MODULES.clear()\n"
+        "left = reader.worker_context().Process(target=time.sleep, args=(600,), daemon=True)\n"
         "left.start(); time.sleep(1.0); print('the end', flush=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -84,5 +84,5 @@ def test_only_the_processes_of_workers_keep_the_current_folder_out(monkeypatch):
                 subprocess.run([sys.executable, "-c", "import sys; exit(sys.flags.safe_path)"], check=False).returncode
                 == 1
             )
-        workers.worker_context()
+        reader.worker_context()
         assert os.environ.get("PYTHONSAFEPATH") == before

@@ -44,7 +44,7 @@ COMMANDS = {
     "evaluate": Command(f"{USE}.settings:EvaluateSettings.read", f"{USE}.evaluate:run", may_have_ranks=True),
     "export": Command(f"{USE}.settings:ExportSettings.read", f"{USE}.export.export_model:run"),
     "pack": Command(f"{USE}.settings:PackSettings.read", f"{USE}.pack:run"),
-    "plan": Command("zerovision.planning.settings:PlanSettings.read", "zerovision.planning.plan_command:plan"),
+    "plan": Command("zerovision.planning.machines:PlanSettings.read", "zerovision.planning.plan_command:plan"),
     "predict": Command(f"{USE}.settings:PredictSettings.read", f"{USE}.predict:run", writes_product=True),
     "publish": Command(f"{USE}.settings:PublishSettings.read", f"{USE}.publish:run"),
     "replay": Command(f"{BESIDE}.settings:ReplaySettings.read", f"{BESIDE}.replay:run"),

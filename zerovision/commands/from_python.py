@@ -12,7 +12,7 @@ from typing import Any
 
 from zerovision.delivery import evaluate as evaluation
 from zerovision.delivery import predict as prediction
-from zerovision.delivery.end_of_run import leave_files
+from zerovision.delivery.evaluation_files import leave_files
 from zerovision.delivery.predict import Prediction
 from zerovision.delivery.trained_model import read_run_config
 from zerovision.planning.choose import Choices
@@ -27,7 +27,7 @@ from zerovision.training.config.values import show_value
 from zerovision.training.observe.evaluation import read_scores
 from zerovision.training.run import run
 from zerovision.training.steps.carrier import Start
-from zerovision.training.world.gpus import usable_gpus
+from zerovision.training.world.machine import usable_gpus
 from zerovision.training.world.signals import STOP_SIGNALS
 
 CALL = "train()"  # name of the function in messages

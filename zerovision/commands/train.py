@@ -23,7 +23,7 @@ from zerovision.training.config import FLAG_OF, WORDS
 from zerovision.training.config.command_line import OneLineParser, training_parser
 from zerovision.training.config.values import read_words
 from zerovision.training.launched_run import launch_words
-from zerovision.training.world.gpus import usable_gpus
+from zerovision.training.world.machine import usable_gpus
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def train(arguments: list[str]) -> int:
     # Imported late, because `--help` and the launchers' check need none of these modules.
     import psutil
 
-    from zerovision.delivery.end_of_run import leave_files
+    from zerovision.delivery.evaluation_files import leave_files
     from zerovision.planning.search import predicted_tensors
     from zerovision.training.observe.new_run import Origin
     from zerovision.training.run import run

@@ -40,9 +40,8 @@ from zerovision.training.engines.precision import resolve_precision, under_autoc
 from zerovision.training.observe.evaluation import check_replaceable, describe_scores, read_scores
 from zerovision.training.observe.loggers.text import open_console
 from zerovision.training.observe.new_run import remove_leftovers_of_run
-from zerovision.training.tasks.class_scores import keeps_probabilities
 from zerovision.training.tasks.labels import mean_log_probabilities
-from zerovision.training.tasks.scores import Scores
+from zerovision.training.tasks.scores import Scores, keeps_probabilities
 from zerovision.training.world.collectives import agreed
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world
@@ -88,7 +87,7 @@ def evaluate(model: str | Path, data: str | Path = "", *, verbose: bool = False,
         finally:
             stop_world()
     if world.is_main and settings.reject and found.run is not None and (found.run / CARD).exists():
-        from zerovision.delivery.model_card import write_model_card  # imported late: it imports huggingface_hub
+        from zerovision.delivery.publish import write_model_card  # imported late: it imports huggingface_hub
 
         write_model_card(found.run)
     if verbose and world.is_main:

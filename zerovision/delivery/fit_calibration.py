@@ -24,9 +24,8 @@ from zerovision.delivery.calibration import (
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.files import errors_of_writing, sha256_of, write_json
 from zerovision.training.observe.evaluation import calibration_bins, expected_calibration_error
-from zerovision.training.tasks.class_scores import MOST_PROBABILITY_BYTES
 from zerovision.training.tasks.labels import OneLabel
-from zerovision.training.tasks.scores import LOSS_UNIT, SampleScores, Scores
+from zerovision.training.tasks.scores import LOSS_UNIT, MOST_PROBABILITY_BYTES, SampleScores, Scores
 from zerovision.training.world.collectives import agreed, sum_over_ranks
 from zerovision.training.world.world import World
 

@@ -28,8 +28,7 @@ from zerovision.training.base.errors import UserError, printable
 from zerovision.training.base.files import errors_of_writing, replacing_folder, write_json
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS
-from zerovision.training.checkpoint.restore import restore
-from zerovision.training.checkpoint.store import NAME_PATTERN, find_candidates
+from zerovision.training.checkpoint.store import NAME_PATTERN, find_candidates, restore
 from zerovision.training.config import FLAG_OF
 from zerovision.training.data.augment import unnormalized
 from zerovision.training.data.reader import Batch
@@ -42,7 +41,7 @@ from zerovision.training.observe.step_hashes import StepHashes, hashed_parameter
 from zerovision.training.run import set_up
 from zerovision.training.steps.carrier import Run
 from zerovision.training.steps.watch import every_step, guard_of
-from zerovision.training.world.mesh_sizes import data_ranks
+from zerovision.training.world.launchers import data_ranks
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import start_world
 

@@ -39,7 +39,7 @@ from zerovision.training.base.points import best_epoch, merit, score_in, show_sc
 from zerovision.training.base.run_folder import LAUNCH, METRICS, REPORT, as_typed, shown_path
 from zerovision.training.base.units import plural
 from zerovision.training.observe.new_run import run_folder
-from zerovision.training.world.gpus import usable_gpus
+from zerovision.training.world.machine import usable_gpus
 from zerovision.training.world.signals import handling_stop_signals
 
 LAUNCHER = LAUNCH / "launch.py"

@@ -57,12 +57,12 @@ from zerovision.training.base.heartbeat import RESTARTS_VARIABLE
 from zerovision.training.base.lasting_output import outlast_readers
 from zerovision.training.base.run_folder import LAUNCH
 from zerovision.training.observe.environment import software
-from zerovision.training.world.gpus import usable_gpus
-from zerovision.training.world.network_interfaces import (
+from zerovision.training.world.machine import (
     check_chosen_interfaces,
     free_port,
     own_addresses,
     route_towards,
+    usable_gpus,
 )
 
 CUT_OFF_SECONDS = 5.0  # time for the ranks of a node that is cut off to exit; they cannot agree with other ranks

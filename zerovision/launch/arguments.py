@@ -36,7 +36,7 @@ from zerovision.training.config.command_line import OneLineParser, parse_args
 from zerovision.training.config.command_settings import declared, flag_of, number, switch
 from zerovision.training.config.values import WORDS_OF_LAUNCH
 from zerovision.training.engines.settings import check_files
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 
 ENTRY = str(ENTRIES / "train_distributed.py")
 MOST_OF = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}

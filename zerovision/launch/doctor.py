@@ -46,7 +46,7 @@ from zerovision.training.config.values import changed_flags
 from zerovision.training.data import DATASETS, data_options, find_dataset
 from zerovision.training.data.settings import DATA_ROOT
 from zerovision.training.observe.environment import software
-from zerovision.training.world.network_interfaces import interface_of
+from zerovision.training.world.machine import interface_of
 
 SOMETHING_WRONG_EXIT_CODE = 1
 DATA_HELP = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values()).replace("%", "%%")

@@ -7,30 +7,276 @@ python zerovision/launch/launch.py launch_multi_node.sh mobilenet ddp 2 8 16 50 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import secrets
 import shutil
+import signal
 import sys
-from dataclasses import replace
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zerovision.launch.arguments import (
+    ENTRY,
     LaunchArguments,
     check_training,
     print_command,
     read_arguments,
     run_launcher,
 )
-from zerovision.launch.cluster_run import ClusterRun, Hosts
 from zerovision.launch.hosts import HERE, read_hostfile, split_hosts
-from zerovision.launch.node_run import receive_signals
-from zerovision.launch.nodes import Nodes
+from zerovision.launch.node_launcher import local_ranks_command
+from zerovision.launch.node_run import (
+    DEAD_RANK_SECONDS,
+    FINAL_CODES,
+    HANG_CODE,
+    PASSED_ON,
+    REPEAT_SECONDS,
+    Ending,
+    receive_signals,
+)
+from zerovision.launch.nodes import Message, Node, Nodes
 from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
-from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
+from zerovision.launch.process_tree import KILL_SECONDS
+from zerovision.launch.rank_monitor import STOP_CODES
+from zerovision.launch.rendezvous import NO_NODES_CODE, CannotStart, Rendezvous, Roster, next_rendezvous, unfit_hosts
+from zerovision.launch.restart_policy import NODES_BACK_CODE, Adaptation, RestartPolicy, Started, start_until_done
+from zerovision.training.base.control_groups import quota_note, usable_cores
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABLE
 from zerovision.training.base.run_folder import log_folder
+from zerovision.training.base.units import cpu_ranks, plural
 from zerovision.training.world.launchers import refuse_a_pod_alone, remember_line
+
+LOOK_SECONDS = 0.1
+OTHER_NODES_SECONDS = 30.0  # time for the other nodes to exit once one node has ended the way all nodes should
+RETURN_SECONDS = 30.0  # between two attempts to reach a host that the current start runs without
+
+
+@dataclass
+class Hosts:
+    """What a launch remembers about its hosts from one start to the next.
+
+    Attributes:
+        returns: number of times that each host has rejoined a running job.
+        hangs: number of hangs that a rank on each host has caused.
+        doubtful: hosts that the next start leaves out if possible.
+    """
+
+    returns: Counter[str] = field(default_factory=Counter)
+    hangs: Counter[str] = field(default_factory=Counter)
+    doubtful: set[str] = field(default_factory=set)
+
+    def hung(self, host: str) -> None:
+        """Count a hang on this host; after the second hang, the host is doubtful."""
+        self.hangs[host] += 1
+        if self.hangs[host] > 1:
+            self.doubtful = {host}
+
+
+class ClusterRun:
+    """One start of the ranks on all nodes, from the first connection to the last."""
+
+    def __init__(self, plan: Plan, nodes: Nodes, received: list[int], hosts: Hosts) -> None:
+        """Prepare a start.
+
+        Args:
+            plan: the plan of the launch.
+            nodes: the agents of the launch.
+            received: list to which the signal handlers append received signals.
+            hosts: what the launch remembers about its hosts.
+        """
+        self._plan, self._nodes, self._received, self._hosts = plan, nodes, received, hosts
+        self._taking_part: list[Node] = []
+        self._has_gpus = True
+        self._first_reason = ""  # why the first lost node was lost
+        self._sent = 0
+        self._absent: Roster | None = None  # hosts that this start runs without and keeps trying to reach
+        self._absent_s = 0.0  # seconds between two attempts to reach an absent host
+        self._back: list[str] = []  # hosts that have returned; the ranks were stopped to let them rejoin
+        self._deadline = math.inf
+
+    def run(self, restart: int, resuming: list[str]) -> Started:
+        """Start the ranks; return when no rank is running on any reachable node.
+
+        Args:
+            restart: number of restarts so far.
+            resuming: flags that make the training entry point resume its run.
+        """
+        try:
+            doubtful, self._hosts.doubtful = self._hosts.doubtful, set()
+            rendezvous = next_rendezvous(self._nodes, self._plan, self._received, doubtful, is_restart=restart > 0)
+            if rendezvous is None:
+                return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)
+            self._taking_part, self._has_gpus = rendezvous.nodes, rendezvous.has_gpus
+            _print_rendezvous(self._plan, rendezvous, restart)
+            self._start_ranks(rendezvous, restart, resuming)
+            self._expect_absent([node.host for node in rendezvous.nodes])
+            while any(node.is_working() for node in self._taking_part):
+                self._look()
+                time.sleep(LOOK_SECONDS)
+            return self._started()
+        except CannotStart as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return Started(Ending(error.exit_code, str(error)), "", -1)
+        finally:
+            if not self._plan.is_local:  # the local agent keeps running, with its modules imported
+                self._nodes.close()
+
+    def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
+        plan, count = self._plan, len(rendezvous.nodes)
+        starter = local_ranks_command(plan.config.engine, rendezvous.has_gpus)
+        of_this_start = {RESTARTS_VARIABLE: str(restart), RUN_ID_VARIABLE: secrets.token_hex(8)}
+        for node_rank, node in enumerate(rendezvous.nodes):
+            place = ["--nnodes", str(count), "--node_rank", str(node_rank)]
+            place += ["--nproc_per_node", str(plan.given.ranks_per_node), f"--stop_timeout={plan.given.stop_timeout}"]
+            place += ["--master_addr", rendezvous.addresses[0], "--master_port", str(rendezvous.port)]
+            arguments = [*plan.arguments, *resuming, *plan.batch_flags(count, resuming)]
+            node.send(
+                "start",
+                command=[*starter, *place, ENTRY, *arguments],
+                environment={**rendezvous.environment(node_rank), **plan.environment(), **of_this_start},
+                local_size=plan.given.ranks_per_node,
+                stop_timeout_s=plan.given.stop_timeout,
+            )
+
+    def _look(self) -> None:
+        """Send heartbeats, forward a signal, and kill ranks that do not exit on their own."""
+        now = time.monotonic()
+        self._nodes.beat()
+        if self._received and not self._sent:
+            self._pass_on()
+        elif self._absent and not self._sent and not self._back:
+            self._bring_back(self._absent)
+        elif self._sent and signal.SIGINT in self._received:
+            self._deadline = now
+        if self._note_losses():
+            self._deadline = min(self._deadline, now)  # the other nodes cannot continue without the lost node
+        self._deadline = min(self._deadline, now + self._seconds_left())
+        if now > self._deadline:
+            for node in filter(Node.is_working, self._taking_part):
+                node.end(within_s=KILL_SECONDS)
+
+    def _note_losses(self) -> bool:
+        """Remember why the first lost node was lost; return whether any node was lost."""
+        reasons = [reason for node in self._taking_part if (reason := node.lost())]
+        self._first_reason = self._first_reason or next(iter(reasons), "")
+        return bool(reasons)
+
+    def _seconds_left(self) -> float:
+        """Return how many seconds the nodes that are still running have left to exit on their own."""
+        endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
+        others = self._taking_part if len(self._taking_part) > 1 else []
+        failing = any(node.messages.get("beat", {}).get("failing") for node in others if node.is_working())
+        if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
+            return DEAD_RANK_SECONDS + 1  # a second longer than a node waits after one of its own ranks has died
+        return OTHER_NODES_SECONDS if endings else math.inf
+
+    def _pass_on(self) -> None:
+        self._sent = PASSED_ON[signal.Signals(self._received[0])]
+        for node in self._taking_part:
+            node.send("signal", number=self._sent)
+        name = signal.Signals(self._sent).name
+        print(f"{name}: all ranks save and stop; press Ctrl-C to stop without saving", file=sys.stderr, flush=True)
+        time.sleep(REPEAT_SECONDS)
+        self._received.clear()
+
+    def _expect_absent(self, used: list[str]) -> None:
+        """Keep trying to reach the unused hosts, at an interval that doubles each time one of them returns."""
+        absent = [host for host in self._plan.hosts if host not in used]
+        if absent:
+            self._absent_s = RETURN_SECONDS * 2 ** max(self._hosts.returns[host] for host in absent)
+            self._absent = Roster(self._nodes, absent, self._plan.prepare, self._absent_s)
+
+    def _bring_back(self, absent: Roster) -> None:
+        """Make the ranks save and stop if hosts have returned and the next start can use more nodes."""
+        absent.look()
+        used, back = [node.host for node in self._taking_part], absent.ready
+        if absent.seconds < self._absent_s or self._plan.usable_nodes(len(used + back)) <= len(used):
+            return
+        unfit, _ = unfit_hosts(self._nodes, self._plan, used + back, is_restart=True)
+        if unfit:
+            absent.leave_out({host: unfit[host] for host in back if host in unfit})
+            return
+        self._back = back
+        self._hosts.returns.update(back)
+        print(f"{', '.join(back)} can rejoin: the ranks save first", file=sys.stderr, flush=True)
+        for node in self._taking_part:
+            node.send("signal", number=signal.SIGTERM)
+
+    def _started(self) -> Started:
+        """Return how the start ended, from the last message of every node."""
+        self._note_losses()
+        said = [node.messages.get("ended") or node.messages.get("beat", {}) for node in self._taking_part]
+        run_name = next((name for last in said if (name := last.get("run_name"))), "")
+        position = max([-1, *(last.get("position", -1) for last in said)])
+        ending = ending_of(self._taking_part, self._first_reason, bool(self._sent))
+        for node in self._taking_part:
+            if ending.hang_order and "ended" in node.messages and _node_ending(node.messages["ended"]) == ending:
+                self._hosts.hung(node.host)
+        if self._back and not self._sent and ending.code in STOP_CODES:
+            ending = Ending(NODES_BACK_CODE, f"with {', '.join(self._back)}", is_final=False)
+        return Started(ending, run_name, position, has_gpus=self._has_gpus)
+
+
+def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
+    """Return how a start ended.
+
+    Args:
+        nodes: the nodes of the start, rank 0's first; each has sent "ended" or is lost.
+        lost: why the first lost node was lost, or '' if no node was lost.
+        was_stopped: whether the ranks were sent a signal to stop.
+    """
+    endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
+    first = endings.get(nodes[0].host)
+    if first and (first.code == 0 or len(nodes) == 1):
+        return first
+    final = [ending for ending in endings.values() if ending.is_final and ending.code in FINAL_CODES]
+    if not was_stopped and (lost or len(final) < len(endings)):
+        # The death of a launcher or a node reaches the ranks of other nodes as a signal to stop.
+        final = [ending for ending in final if ending.code not in STOP_CODES]
+    if final:
+        return final[0]
+    if lost:
+        return Ending(NO_NODES_CODE, lost, is_final=was_stopped)
+    by_itself = {node.host for node in nodes if not node.was_ended}
+    failures = [ending for host, ending in endings.items() if ending.code and not ending.is_final and host in by_itself]
+    if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.hang_order]:
+        return min(hung, key=lambda ending: ending.hang_order or (True, 0))
+    # A node whose rank was killed by a signal is the cause; other nodes exit with 1 because they lost the connection.
+    failures.sort(key=lambda ending: ending.code <= 128)
+    worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not report that training is done")
+    return Ending(worst.code, worst.reason, is_final=was_stopped)
+
+
+def _node_ending(ended: Message) -> Ending:
+    """Return how a node's ranks ended, according to its message."""
+    hang_order = tuple(ended["hang_order"]) if ended["hang_order"] else None
+    return Ending(ended["code"], ended["reason"], ended["is_final"], hang_order)
+
+
+def _print_rendezvous(plan: Plan, rendezvous: Rendezvous, restart: int) -> None:
+    """Print the nodes, their interfaces and where they meet; on a single machine, print only that it has no GPU."""
+    if plan.is_local:
+        if not rendezvous.has_gpus and restart == 0:
+            limit = f" ({note})" if (note := quota_note()) else ""
+            ranks = f"{cpu_ranks(plan.given.ranks_per_node)} on {plural(usable_cores(), 'core')}{limit}"
+            print(f"no GPU found: running {ranks}", file=sys.stderr, flush=True)
+        return
+    rows = zip(rendezvous.nodes, rendezvous.addresses, rendezvous.interfaces, strict=True)
+    named = [f"{node.host} ({address}{', ' + interface if interface else ''})" for node, address, interface in rows]
+    ranks = plural(plan.given.ranks_per_node, "GPU" if rendezvous.has_gpus else "CPU rank")
+    nodes = plural(len(plan.hosts), "node")
+    fewer = f"{len(named)} of " if len(named) < len(plan.hosts) else ""
+    print(
+        f"{fewer}{nodes} x {ranks}: {', '.join(named)}; they meet on {rendezvous.addresses[0]}:{rendezvous.port}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def main(words: list[str]) -> int:

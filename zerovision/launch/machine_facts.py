@@ -31,7 +31,7 @@ from zerovision.training.base.files import existing_part
 from zerovision.training.base.run_folder import SHARED_MEMORY
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.observe.environment import software
-from zerovision.training.world.network_interfaces import free_port, own_addresses
+from zerovision.training.world.machine import free_port, own_addresses
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +203,7 @@ def _run_rank(order: Mapping[str, Any], interface: str, rank: int, local_rank: i
     import torch
     import torch.distributed as dist
 
-    from zerovision.training.world.store import open_store
+    from zerovision.training.world.world import open_store
 
     if interface:
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")

@@ -20,7 +20,7 @@ from zerovision.training.base.run_folder import LAUNCH
 from zerovision.training.engines.ways import OUR_ENGINE
 
 LOCAL_RANKS = str(LAUNCH / "local_ranks.py")
-PRELOADED = ("zerovision.training.run", "zerovision.delivery.end_of_run")
+PRELOADED = ("zerovision.training.run", "zerovision.delivery.evaluation_files")
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes, the maximum that mallopt(3) accepts
 POLL_SECONDS = 0.02
 LOCAL_RANKS_EXIT_SECONDS = 5.0

@@ -137,9 +137,9 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
         if given.gpu:
             raise UserError(f"--gpu is only for the strategy {AUTO}: leave it out.")
         return given
+    from zerovision.planning.machines import PlanSettings
     from zerovision.planning.plan_command import job_of  # imports torch
     from zerovision.planning.recommend import reason, recommend
-    from zerovision.planning.settings import PlanSettings
 
     ranks = given.ranks_per_node
     words = [f"--num-gpus={nodes * ranks}", f"--gpus-per-node={ranks}", *([f"--gpu={given.gpu}"] if given.gpu else [])]

@@ -13,7 +13,7 @@ from zerovision.launch.nodes import POLL_SECONDS, Message, Node, Nodes, is_passi
 from zerovision.launch.plan import Plan
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
 from zerovision.training.observe.environment import usual_value
-from zerovision.training.world.network_interfaces import address_towards, interface_of, is_loopback
+from zerovision.training.world.machine import address_towards, interface_of, is_loopback
 
 NO_NODES_CODE = 69  # EX_UNAVAILABLE of sysexits.h
 RETRY_SECONDS = 2.0
@@ -296,7 +296,7 @@ def reachable_addresses(known: Sequence[str], own: Sequence[Sequence[tuple[str, 
 
     Args:
         known: the address of each machine that ssh or Slurm used, or to which its name resolves; '' if unknown.
-        own: the result of `zerovision.training.world.network_interfaces.own_addresses` on each machine.
+        own: the result of `zerovision.training.world.machine.own_addresses` on each machine.
     """
     if len(known) == 1:
         return ["127.0.0.1"]

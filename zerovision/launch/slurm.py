@@ -36,7 +36,7 @@ from zerovision.training.base.units import plural
 from zerovision.training.config import TrainConfig
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.world.launchers import job_port, remember_line
-from zerovision.training.world.network_interfaces import port_if_free
+from zerovision.training.world.machine import port_if_free
 
 TASK = "{task}"
 NODE_LIST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.,\[\]-]*")

@@ -18,10 +18,10 @@ from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.augment import THINNEST_SIDES
 from zerovision.training.data.datasets import DatasetPair, count_labels
 from zerovision.training.data.loader import most_workers
+from zerovision.training.data.reader import end_with_parent, worker_context
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.sources import UNKNOWN, Source
 from zerovision.training.data.settings import READ_LISTS
-from zerovision.training.data.workers import end_with_parent, worker_context
 
 NAMED = 3
 CURES = {

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from zerovision.models.activations import Activations
 from zerovision.training.base.leaves import Leaves
-from zerovision.training.engines.strategies import ParallelPlan
 from zerovision.training.engines.summation_tree import StepTree, plan_segment
+from zerovision.training.engines.ways import ParallelPlan
 
 FLOAT32_BYTES = 4
 # Memory of a GPU process besides its tensors (assumed values, not measured here): the CUDA context with the workspaces

@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from zerovision.models.sides import ImageSize, sides
-from zerovision.planning.machines import Machine, detect_machine, find_gpu
+from zerovision.planning.machines import GPUS_PER_NODE, Machine, PlanSettings, detect_machine, find_gpu
 from zerovision.planning.recommend import MESH, reason, recommend
 from zerovision.planning.run_workload import build_network, optimizer_of
 from zerovision.planning.search import Option, PlannedJob, filling_batch, options, with_planned_batch
-from zerovision.planning.settings import GPUS_PER_NODE, PlanSettings
 from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.units import format_bytes, format_duration, plural
@@ -28,7 +27,7 @@ from zerovision.training.config.values import changed_flags, launch_command
 from zerovision.training.data import data_options, load_data
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.out_of_memory import Rung, is_out_of_memory
-from zerovision.training.world.mesh_sizes import data_ranks
+from zerovision.training.world.launchers import data_ranks
 
 WIDTH = 160  # minimum width of a table, in characters
 ERROR = "predictions were within 6 % on CPU ranks, and not compared on GPUs"  # docs/dev/memory.md

@@ -23,8 +23,7 @@ from zerovision.training.base.units import format_bytes, plural
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.engines.settings import WAYS
-from zerovision.training.engines.strategies import STRATEGIES
-from zerovision.training.engines.ways import OUR_ENGINE
+from zerovision.training.engines.ways import OUR_ENGINE, STRATEGIES
 from zerovision.training.out_of_memory import Rung, next_rung
 
 SMALLEST_IMAGE = 32  # pixels, the smallest image size to suggest

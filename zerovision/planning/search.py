@@ -13,8 +13,7 @@ from zerovision.models.activations import Activations
 from zerovision.models.sides import ImageSize
 from zerovision.planning.machines import CPU, Gpu, Machine
 from zerovision.planning.memory import MemoryPlan, ModelSizes, RankShare, plan_memory
-from zerovision.planning.run_workload import Workload, workload_of
-from zerovision.planning.stages import stages_of
+from zerovision.planning.run_workload import Workload, stages_of, workload_of
 from zerovision.training.base.errors import UserError, either
 from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
@@ -22,11 +21,11 @@ from zerovision.training.config.check import check_config, needing_torch
 from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
 from zerovision.training.engines.build import ENGINES, resolve_engine
 from zerovision.training.engines.settings import check_machine
-from zerovision.training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
+from zerovision.training.engines.ways import STRATEGIES, ParallelPlan, plan_of
 from zerovision.training.observe.device_use import FILL
 from zerovision.training.recipe.rules import check_optimizer
 from zerovision.training.steps.carrier import Run
-from zerovision.training.world.mesh_sizes import data_ranks
+from zerovision.training.world.launchers import data_ranks
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # multiple of the option's images to try first; maximum number of batch sizes to try
 NO_ACTIVATIONS = Activations(0, ((0, 0),))

@@ -17,8 +17,7 @@ from torch import nn
 
 from zerovision.training.base.errors import AgreedError
 from zerovision.training.base.units import format_duration
-from zerovision.training.data.loader import Batch
-from zerovision.training.data.sample_rows import SampleRows
+from zerovision.training.data.loader import Batch, SampleRows
 from zerovision.training.engines.parameter_shards import WEIGHTS, fill_shards
 from zerovision.training.loop import forward_all, seed_dropout
 from zerovision.training.steps.carrier import Run

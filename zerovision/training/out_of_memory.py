@@ -16,7 +16,7 @@ from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.values import word_of
-from zerovision.training.engines.strategies import STRATEGIES
+from zerovision.training.engines.ways import STRATEGIES
 from zerovision.training.tasks.settings import asked_task
 
 # Messages of errors other than MemoryError: from PyTorch's allocators on GPUs and CPUs, from libraries, and ENOMEM.

@@ -28,13 +28,12 @@ from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.points import SCORE_NAMES
 from zerovision.training.base.timing import measured_communication, start_clock
 from zerovision.training.cached_features import cache_features
-from zerovision.training.checkpoint.restore import restore
+from zerovision.training.checkpoint.store import restore
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.saved import with_saved_settings
 from zerovision.training.engines.build import form_ranks
-from zerovision.training.epoch import train_and_evaluate
-from zerovision.training.final_test import judge_test
+from zerovision.training.epoch import judge_test, train_and_evaluate
 from zerovision.training.launched_run import run_launched
 from zerovision.training.loop import forward_all
 from zerovision.training.messages import announce_end, announce_start
@@ -52,7 +51,7 @@ from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import World, start_world, stop_world
 
 # A function that writes a run's evaluation, model card and report, and returns lines for the log; see
-# `end_of_run.leave_files`.
+# `evaluation_files.leave_files`.
 Deliver = Callable[..., list[str]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import EVALUATION, RunFolder
-from zerovision.training.checkpoint.restore import TrainState, keep_frozen
+from zerovision.training.checkpoint.store import TrainState, keep_frozen
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import needing_torch, note_unused_flags
 from zerovision.training.data import data_options, load_data
@@ -22,7 +23,7 @@ from zerovision.training.data.loader import build_loaders
 from zerovision.training.data.sampler import build_plan
 from zerovision.training.engines.build import build_engine, build_training_model, parallel_plan, set_up_engine
 from zerovision.training.engines.compilation import resolve_compile
-from zerovision.training.engines.engine import Averages, EngineSetup, Loss, Step
+from zerovision.training.engines.engine import Averages, EngineSetup, Loss, Step, StepInput, StepResult, TimedEngine
 from zerovision.training.engines.parameter_shards import frozen_parameters
 from zerovision.training.engines.precision import resolve_precision
 from zerovision.training.engines.settings import TORCH, check_files, ways_of
@@ -35,7 +36,6 @@ from zerovision.training.recipe import read_tune
 from zerovision.training.recipe.schedule import build_schedule, head_epochs_of
 from zerovision.training.recipe.tuning import Adapters, BackboneFreezer
 from zerovision.training.resume import check_fit, choose_checkpoint, identity_of
-from zerovision.training.steps.accumulate import Accumulate
 from zerovision.training.steps.audit import check_audit
 from zerovision.training.steps.carrier import Readers, Run, RunModel, Start
 from zerovision.training.steps.weight_average import WeightAverages
@@ -43,6 +43,25 @@ from zerovision.training.tasks.scores import ScoreSums
 from zerovision.training.tasks.settings import asked_task
 from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Computes the loss of each micro-batch separately, and accumulates the gradients."""
+
+    loss: Loss
+
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
+        """See `zerovision.training.engines.engine.Step`."""
+        result = None
+        for micro_step, batch in enumerate(given.batches):
+            given.seed_leaf(micro_step)
+            logits = engine.forward(batch.images)
+            losses = self.loss(logits, batch)
+            engine.backward((losses * batch.weights).sum() * given.loss_scale)
+            result = engine.step()
+            given.note(batch, losses, logits)
+        return result
 
 
 def build(run: Run) -> Run:

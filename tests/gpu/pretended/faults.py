@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import zerovision.training.data.device
+import zerovision.training.data.loader
 from tests.gpu.pretended.garbage import replace
 from zerovision.training.engines.engine import TimedEngine
 
@@ -29,7 +29,7 @@ def item_in_the_step() -> None:
 def copy_that_is_not_pinned() -> None:
     """Copy batches from pageable memory: `non_blocking` keeps PyTorch silent, and yet the driver holds up the host."""
     replace(
-        zerovision.training.data.device,
+        zerovision.training.data.loader,
         "to_device",
         lambda _: lambda tensor, device: tensor.to(device, non_blocking=True),
     )
@@ -49,7 +49,7 @@ def _change_batches(change: Callable[[Any, Any], Any]) -> None:
     def changing(transformed: Callable[..., Any]) -> Callable[..., Any]:
         return lambda batch, *others: change(batch, transformed(batch, *others))
 
-    replace(zerovision.training.data.device, "_transformed", changing)
+    replace(zerovision.training.data.loader, "_transformed", changing)
 
 
 FAULTS: dict[str, Callable[[], None]] = {

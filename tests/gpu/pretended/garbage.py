@@ -63,7 +63,7 @@ def mend_deepspeed() -> None:
 def mend_project() -> None:
     """Keep the project from garbage."""
     import zerovision.training.epoch
-    from zerovision.training.engines import cuda_graphs, engine
+    from zerovision.training.engines import compilation, engine
     from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 
     # Whether the gradient is finite is computed on the GPU. An engine that reads it would skip updates; one that leaves
@@ -71,7 +71,7 @@ def mend_project() -> None:
     engine.bool = _read_as_true  # in that module alone, in the place of Python's
     replace(NonFiniteGuard, "_count_skipped", does(None))
     # What a recorded network computes is compared with what it computes otherwise.
-    replace(cuda_graphs, "_difference", does(None))
+    replace(compilation, "_difference", does(None))
     # So are losses and scores: the run would "diverge", or write scores of classes that do not exist.
     replace(zerovision.training.epoch, "find_divergence", does(None))
     replace(zerovision.training.epoch, "not_finite", does(None))  # of weights, which may be whatever their memory held

@@ -28,7 +28,7 @@ from zerovision.launch.node_launcher import PRELOADED
 # What each rank would import again; by the last DeepSpeed asks for PyTorch's compiler, which takes seconds.
 AHEAD = (
     *PRELOADED,
-    *("zerovision.planning.search", "zerovision.delivery.model_card", "zerovision.training.data.arrays"),
+    *("zerovision.planning.search", "zerovision.delivery.publish", "zerovision.training.data.arrays"),
     "zerovision.training.engines.torch_engine",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )

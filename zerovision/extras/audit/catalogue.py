@@ -13,7 +13,7 @@ from rich.progress import track
 from torch import nn
 
 from zerovision.extras.audit.copies import SIDE
-from zerovision.models.image_size import as_names
+from zerovision.models.dry_run import as_names
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data.augment import viewable
 from zerovision.training.data.datasets import DatasetPair, ImageDataset

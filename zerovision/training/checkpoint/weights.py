@@ -37,8 +37,7 @@ from zerovision.models.weights_metadata import (
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import replacing, replacing_by_library, sync_to_disk
 from zerovision.training.base.plugins import IN_FILES, require_plugins
-from zerovision.training.data.reading.image_numbers import BYTES
-from zerovision.training.data.reading.model_input import ModelInput
+from zerovision.training.data.reading.image_numbers import BYTES, ModelInput
 from zerovision.training.world.preserved_process import preserved_generators
 
 CLASS_MAP = "class_map.txt"  # the classes in the order of the logits, one name per line, for timm's --class-map

@@ -20,8 +20,7 @@ from zerovision.training.config.values import allowed_values, is_allowed, wrong_
 from zerovision.training.data import bad_image_share, find_dataset
 from zerovision.training.data.augmentations import augmentation_of, size_ramp
 from zerovision.training.engines.settings import TOGETHER, TORCH, WAYS, ways_of
-from zerovision.training.engines.strategies import STRATEGIES
-from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE
+from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGINE, STRATEGIES
 from zerovision.training.observe.loggers import LOGGERS
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.recipe import read_tune

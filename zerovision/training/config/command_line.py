@@ -302,7 +302,7 @@ def _named(values: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig(**values)
     if not config.model_type.startswith(HUB_PREFIX):
         return config
-    from zerovision.models.hub_models import of_hub  # the import takes a second
+    from zerovision.models.timm_models import of_hub  # the import takes a second
 
     name, weights = of_hub(config.model_type, config.weights, wants_weights=values.get("pretrained", True))
     return replace(config, model_type=name, weights=weights, pretrained=False)

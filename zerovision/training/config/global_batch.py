@@ -12,7 +12,7 @@ from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import plural
 from zerovision.training.config import FIELDS, FLAG_OF, TrainConfig
 from zerovision.training.tasks.settings import asked_task
-from zerovision.training.world.mesh_sizes import data_ranks
+from zerovision.training.world.launchers import data_ranks
 
 # The global batch of `--batch-size auto` without `--global-batch`: the same on any hardware, so that a learning rate
 # keeps its meaning, and about the size for which the default rate is chosen.

@@ -27,9 +27,8 @@ from zerovision.training.base.files import replacing
 from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import read_class_names
-from zerovision.training.data.columns import unused_notes
 from zerovision.training.data.division import with_classes
-from zerovision.training.data.images import COLUMNS, WORDS, Archive, Images, concatenated
+from zerovision.training.data.images import COLUMNS, WORDS, Archive, Images, concatenated, unused_notes
 from zerovision.training.data.parts import part_kind
 from zerovision.training.data.reading.remote_files import UNKNOWN_CHECKSUM, checksum_of
 from zerovision.training.data.reading.retry import entries_of, is_file, is_folder, patiently

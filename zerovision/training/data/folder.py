@@ -13,9 +13,8 @@ from zerovision.training.base.errors import UserError, either, nearest, ours, sh
 from zerovision.training.base.units import plural
 from zerovision.training.data import DATASETS, DataOptions
 from zerovision.training.data.class_names import first_names, label_of
-from zerovision.training.data.columns import Facts
 from zerovision.training.data.division import with_classes
-from zerovision.training.data.images import Images, ImagesBuilder
+from zerovision.training.data.images import Facts, Images, ImagesBuilder
 from zerovision.training.data.parts import PARTS, TEST, TRAIN, VAL, find_parts
 from zerovision.training.data.reading.files import ARRAY_EXTENSION, CURES, IMAGE_EXTENSIONS
 from zerovision.training.data.reading.retry import FolderEntry, entries_of, is_folder, patiently

@@ -22,9 +22,8 @@ from zerovision.training.base.errors import FileServerError, UserError, one_line
 from zerovision.training.data import DataOptions, archives
 from zerovision.training.data.archives import Index, Kind
 from zerovision.training.data.class_names import clean, label_of
-from zerovision.training.data.columns import FactColumns, find_column
 from zerovision.training.data.division import in_parts
-from zerovision.training.data.images import ROW_BITS, Archive, Images, ImagesBuilder
+from zerovision.training.data.images import ROW_BITS, Archive, FactColumns, Images, ImagesBuilder, find_column
 from zerovision.training.data.parts import PARTS, TRAIN
 from zerovision.training.data.reading.remote import redacted
 from zerovision.training.data.reading.retry import is_file, patiently

@@ -1,17 +1,43 @@
-"""Reads one batch from its key; this part of loading runs in worker processes."""
+"""Reads one batch from its key; this part of loading runs in the worker processes, which are started here.
+
+Workers are started with `forkserver`, because a plain fork copies the locks of the threads that gloo, NCCL and CUDA run
+in the parent, and the child can then hang forever. The fork server imports torch once, so that each worker starts
+quickly. Workers block SIGINT and SIGTERM, which a launcher sends to every process, because the trainer still needs the
+workers' data to finish the step and save. Workers exit when the process that started them dies. Unlike the processes of
+Python's multiprocessing, workers do not import the main module: they need nothing from it, and a script without
+`if __name__ == "__main__"` would start training in each worker.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import forkserver, popen_forkserver, resource_tracker, util
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from zerovision.training.base.errors import FileServerError, UserError
+from zerovision.training.base.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
+from zerovision.training.base.plugins import LoadedPlugins
+from zerovision.training.base.run_folder import SHARED_MEMORY
 from zerovision.training.data.bad_images import read_or_replace
 from zerovision.training.data.datasets import ImageDataset
 from zerovision.training.data.reading.sources import UNKNOWN, Source
@@ -97,3 +123,191 @@ def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
     digests = [] if source.digests is None else [source.digests.get(index, UNKNOWN) for index in key.indices.tolist()]
     found = {"bad_images": bad_images, "notes": source.notes, "digests": np.array(digests, dtype=np.int64)}
     return batch_of(key, source, stacked, **found)
+
+
+# Installed packages only: Python 3.11's fork server lacks the paths that a script added to sys.path.
+_PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
+_SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+
+BATCHES_OF_A_WORKER = 3  # in shared memory at the same time: two read ahead, one in use
+QUEUE_SECONDS = 2.0  # time limit for closing queues to workers that have died
+MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
+
+
+def fit_workers_into_memory(
+    workers: int, is_automatic: bool, batch_bytes: int, ranks_on_machine: int, *, is_main: bool
+) -> int:
+    """Return `workers`, or fewer if the number is automatic and shared memory is too small for the workers' batches.
+
+    Without this check, the first batch that does not fit into shared memory would end the run (Docker's default is 64
+    MB).
+
+    Raises:
+        UserError: If the user requested more workers than shared memory has room for.
+    """
+    room = 0
+    if os.access(SHARED_MEMORY, os.W_OK):  # otherwise it has no room even for the workers' semaphores
+        room = shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
+    if workers <= room:
+        return workers
+    problem = f"{SHARED_MEMORY} has room for the batches of {room} data workers of each rank"
+    if not is_automatic:
+        raise UserError(
+            f"--workers {workers}: {problem}. Use --workers {room}, or more shared memory (docker run --shm-size=8g)."
+        )
+    if is_main:
+        print(f"note: {problem}, {workers} would be better", file=sys.stderr, flush=True)
+    return room
+
+
+class _Started(popen_forkserver.Popen):
+    def terminate(self) -> None:
+        """Kill the process, because at exit Python terminates the workers of unclosed loaders and waits for them."""
+        self.kill()
+
+
+class _Worker(ForkServerProcess):
+    @staticmethod
+    def _Popen(process: BaseProcess) -> popen_forkserver.Popen:
+        """Start the process without a main module: a module with neither spec nor file is not imported."""
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            return _Started(process)
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _WorkerContext(ForkServerContext):
+    Process = _Worker
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: list[Queue[Any]] = []
+
+    def Queue(self, maxsize: int = 0) -> Queue[Any]:
+        """Return a queue; `wait_for_queues` waits for its sending thread."""
+        self._queues.append(super().Queue(maxsize))
+        return self._queues[-1]
+
+    def wait_for_queues(self) -> None:
+        """Wait until the sending threads of closed queues have ended, and then discard the queues.
+
+        DataLoader does not wait for these threads. A process that exits while they run would leak their semaphores, and
+        Python's resource tracker would print a warning.
+        """
+        threads = [getattr(queue, "_thread", None) for queue in self._queues]
+        self._queues.clear()
+        deadline = time.monotonic() + QUEUE_SECONDS
+        for thread in filter(None, threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def worker_context() -> _WorkerContext:
+    """Return the multiprocessing context for all workers, and start its fork server in the background."""
+    _raise_descriptor_limit()
+    context = _WorkerContext()
+    context.set_forkserver_preload(_PRELOADED_MODULES)
+    with temporary_files_in(socket_place()):
+        util.get_temp_dir()  # created now, and kept for all sockets of this process and its workers
+    _start_servers()
+    return context
+
+
+@current_folder_kept_out()
+def _start_servers() -> None:
+    resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
+    # the fork server and its workers inherit the mask and keep it for life
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_THE_TRAINER)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit on open files, up to the hard limit; each batch from a worker needs some descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def end_with_parent(worker_id: int) -> None:
+    """Make this worker process exit when its parent dies; used as DataLoader's `worker_init_fn`.
+
+    DataLoader's own check compares parent process IDs. But the parent of a worker is the fork server, which waits for
+    its workers, so killing only the trainer would leave the fork server and all workers running.
+    """
+    threading.Thread(target=_end_after_parent, daemon=True).start()
+
+
+def _end_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class _Keys:
+    """The sampler of a DataLoader that outlives the epoch; yields the data set's index and the key of each batch."""
+
+    current: Iterable[tuple[int, BatchKey]] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, BatchKey]]:
+        return iter(self.current)
+
+
+class _Readers(Dataset):
+    """Reads batches of several data sets."""
+
+    def __init__(self, datasets: Sequence[ImageDataset]) -> None:
+        self._plugins = LoadedPlugins()  # first, because the data sets may need them
+        self._datasets = datasets
+
+    def __getitem__(self, key: tuple[int, BatchKey]) -> Batch | Exception:
+        part, batch_key = key
+        return read_batch(self._datasets[part], batch_key)
+
+
+class WorkerPool:
+    """Worker processes that read batches of several data sets, one set at a time; they run until `close`.
+
+    Args:
+        datasets: The data sets.
+        workers: Number of processes, at least 1.
+        device: Device of the batches.
+    """
+
+    def __init__(self, datasets: Sequence[ImageDataset], workers: int, device: torch.device) -> None:
+        self._datasets, self._keys, self._context = datasets, _Keys(), worker_context()
+        self._workers: DataLoader | None = DataLoader(
+            _Readers(datasets),
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=workers,
+            worker_init_fn=end_with_parent,
+            pin_memory=device.type == "cuda",
+            persistent_workers=True,
+            multiprocessing_context=self._context,
+            generator=torch.Generator(),  # otherwise every epoch would draw from the global generator
+        )
+
+    def read(self, dataset: ImageDataset, keys: Iterable[BatchKey]) -> Iterator[Batch | Exception]:
+        """Yield the result of `read_batch` for each key of a set, in order; results of a previous call are discarded.
+
+        Raises:
+            RuntimeError: If `read` has been called again in the meantime.
+        """
+        assert self._workers is not None
+        part = next(number for number, known in enumerate(self._datasets) if known is dataset)
+        own = self._keys.current = ((part, key) for key in keys)
+        for result in self._workers:
+            yield result
+            if self._keys.current is not own:
+                raise RuntimeError("these workers read other batches now")
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        # DataLoader has no public way to stop persistent workers: they exit when their iterator is deleted
+        self._workers = None
+        self._context.wait_for_queues()

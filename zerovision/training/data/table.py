@@ -18,9 +18,8 @@ from zerovision.training.base.files import as_given
 from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions
 from zerovision.training.data.class_names import clean, label_of
-from zerovision.training.data.columns import FactColumns, find_column, unused_notes
 from zerovision.training.data.division import in_parts, with_classes
-from zerovision.training.data.images import Images, ImagesBuilder
+from zerovision.training.data.images import FactColumns, Images, ImagesBuilder, find_column, unused_notes
 from zerovision.training.data.reading.files import ImageError, read_file
 from zerovision.training.data.reading.retry import patiently
 from zerovision.training.data.settings import DATA_ROOT, LIST_COLUMNS, READ_LISTS

@@ -20,9 +20,8 @@ from zerovision.training.base.errors import UserError, one_line, shown
 from zerovision.training.data import DataOptions, archives
 from zerovision.training.data.archives import Index, Kind
 from zerovision.training.data.class_names import MOST_DIGITS, Label, clean, label_of
-from zerovision.training.data.columns import FactColumns, find_column
 from zerovision.training.data.division import in_parts
-from zerovision.training.data.images import Archive, Images, ImagesBuilder
+from zerovision.training.data.images import Archive, FactColumns, Images, ImagesBuilder, find_column
 from zerovision.training.data.reading.files import IMAGE_EXTENSIONS
 from zerovision.training.data.reading.retry import patiently
 

@@ -19,18 +19,15 @@ from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.flops import TrainingFlops
 from zerovision.training.engines.parameter_shards import WHOLE, frozen_parameters
 from zerovision.training.engines.settings import TORCH, WAYS, check_machine, ways_of
-from zerovision.training.engines.strategies import ParallelPlan, plan_of
 from zerovision.training.engines.torch_engine import TorchEngine
-from zerovision.training.engines.ways import Way
+from zerovision.training.engines.ways import ParallelPlan, Way, plan_of
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import has_slow_backbone
 from zerovision.training.recipe.settings import RecipeSettings
-from zerovision.training.recipe.tuning import tune
-from zerovision.training.recipe.whitening import whiten_stem
+from zerovision.training.recipe.tuning import tune, whiten_stem
 from zerovision.training.world.collectives import agreed, copy_from_main, ranks_per_machine
-from zerovision.training.world.mesh import form_mesh
-from zerovision.training.world.mesh_sizes import data_ranks
-from zerovision.training.world.world import World
+from zerovision.training.world.launchers import data_ranks
+from zerovision.training.world.world import World, form_mesh
 
 ENGINES = (*(way.engine for way in WAYS if way.engine), TORCH)
 

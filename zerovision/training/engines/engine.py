@@ -20,7 +20,7 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.parameter_shards import WHOLE, EngineState, ModelPart, TakeBox
 from zerovision.training.engines.precision import DynamicLossScale
-from zerovision.training.engines.strategies import ParallelPlan
+from zerovision.training.engines.ways import ParallelPlan
 from zerovision.training.world.world import World
 
 

@@ -18,15 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zerovision.models.whole_input import PLAIN_CONVOLUTIONS
+from zerovision.models.timm_models import PLAIN_CONVOLUTIONS
 from zerovision.training.engines.activation_checkpointing import repeated_blocks
 from zerovision.training.engines.compilation import compile_network
 from zerovision.training.engines.engine import EngineSetup
-from zerovision.training.engines.machine_levels import machine_levels
 from zerovision.training.engines.parameter_shards import WEIGHTS, ModelPart, ParameterShard
 from zerovision.training.engines.precision import DTYPES, under_autocast
 from zerovision.training.engines.summation_tree import LeafSums, SumOfSquares, pieces_per_row, plan_segment
-from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter
+from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter, machine_levels
 from zerovision.training.recipe.optimizer import moments_of
 from zerovision.training.world.collectives import copy_from_main
 

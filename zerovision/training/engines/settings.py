@@ -12,9 +12,8 @@ from zerovision.training.data.settings import DataSettings
 from zerovision.training.engines.deepspeed import DeepSpeed, DeepSpeedSettings
 from zerovision.training.engines.islands import DiLoCo, IslandSettings
 from zerovision.training.engines.pipeline import Pipeline, PipelineSettings
-from zerovision.training.engines.strategies import STRATEGIES
 from zerovision.training.engines.tensor import Tensor, TensorSettings
-from zerovision.training.engines.ways import Way
+from zerovision.training.engines.ways import STRATEGIES, Way
 
 TORCH = "torch"  # the engine of all ways that have no engine of their own
 WAYS: tuple[type[Way], ...] = (DiLoCo, Pipeline, Tensor, DeepSpeed)  # in a mesh, the innermost dimension is last

@@ -20,7 +20,7 @@ from zerovision.training.world.collectives import sum_over_ranks
 from zerovision.training.world.world import World
 
 if TYPE_CHECKING:
-    from zerovision.training.engines.machine_levels import MachineLevels
+    from zerovision.training.engines.tree_reduce_scatter import MachineLevels
 
 
 class TreeNode(NamedTuple):

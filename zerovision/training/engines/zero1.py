@@ -25,10 +25,8 @@ from zerovision.training.engines.buckets import (
     make_buckets,
     share_out,
 )
-from zerovision.training.engines.compilation import compile_network
-from zerovision.training.engines.cuda_graphs import record, records
+from zerovision.training.engines.compilation import compile_network, record, records
 from zerovision.training.engines.engine import EngineSetup
-from zerovision.training.engines.machine_levels import machine_levels
 from zerovision.training.engines.parameter_shards import (
     CONVOLUTION_DIMENSIONS,
     ModelPart,
@@ -38,6 +36,7 @@ from zerovision.training.engines.parameter_shards import (
 )
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.engines.summation_tree import BLOCK, StepTree, SumOfSquares, squares_of_rows
+from zerovision.training.engines.tree_reduce_scatter import machine_levels
 from zerovision.training.world.collectives import barrier
 
 

@@ -16,8 +16,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import replacing_folder, write_json
 from zerovision.training.base.run_folder import SCORES
 from zerovision.training.tasks.class_counts import ClassCounts
-from zerovision.training.tasks.class_scores import count_classes
-from zerovision.training.tasks.scores import SampleScores, Scores
+from zerovision.training.tasks.scores import SampleScores, Scores, count_classes
 
 CALIBRATION_BINS = 15
 WORST_SAMPLES = 24

@@ -14,8 +14,7 @@ from zerovision.training.base.points import Loggers
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.base.timing import SpanClock
-from zerovision.training.checkpoint.restore import FrozenWeights, TrainState
-from zerovision.training.checkpoint.store import FoundCheckpoint
+from zerovision.training.checkpoint.store import FoundCheckpoint, FrozenWeights, TrainState
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.image_list import ImageContents
 from zerovision.training.data.loader import Loader

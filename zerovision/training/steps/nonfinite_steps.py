@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from zerovision.training.base.points import Loggers
-from zerovision.training.checkpoint.restore import TrainState
+from zerovision.training.checkpoint.store import TrainState
 from zerovision.training.engines.precision import DynamicLossScale
 from zerovision.training.observe.observer import Observer, Seen, StepDone
 from zerovision.training.world.collectives import gather_objects, largest_over_ranks

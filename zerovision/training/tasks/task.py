@@ -84,7 +84,7 @@ class Task(Mode):
         Raises:
             UserError: on all ranks, if the task cannot be learned from this data.
         """
-        from zerovision.training.tasks.class_scores import check_best_by
+        from zerovision.training.tasks.scores import check_best_by
         from zerovision.training.world.collectives import agreed
 
         self.data, self.world, config = data, world, self.config

@@ -1,4 +1,4 @@
-"""Reads this process's rank from the environment variables that its launcher set.
+"""Reads this process's rank from the variables that its launcher set, and checks how ranks form a mesh.
 
 torchrun, similar launchers (such as accelerate with `--multi_gpu`, even on CPUs) and our own launcher set RANK,
 LOCAL_RANK and WORLD_SIZE. srun sets different variables.
@@ -6,6 +6,7 @@ LOCAL_RANK and WORLD_SIZE. srun sets different variables.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import ENTRIES, as_typed, shown_path
+from zerovision.training.base.units import plural
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _LINE_VARIABLE = "ZEROVISION_LINE"  # the command line that started our launcher
@@ -165,3 +167,18 @@ def _number(name: str) -> int:
     """Return an environment variable as a number, or -1 if the variable is missing or not a number."""
     value = os.environ.get(name, "")
     return int(value) if value.isdecimal() else -1
+
+
+def data_ranks(ranks: int, mesh: Mapping[str, int]) -> int:
+    """Return the number of groups of ranks that read different images; see `mesh.form_mesh` for the arguments.
+
+    Raises:
+        UserError: if the ranks cannot be divided into this mesh.
+    """
+    whole = math.prod(mesh.values())
+    groups, rest = divmod(ranks, whole)
+    if rest or not groups:
+        flags = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in [*mesh.items()][::-1])
+        fitting = f"{groups * whole} or {(groups + 1) * whole}" if groups else f"{whole}"
+        raise UserError(f"{flags}: {plural(ranks, 'rank')} cannot form groups of {whole}: start {fitting} ranks.")
+    return groups

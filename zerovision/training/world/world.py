@@ -1,14 +1,19 @@
-"""Joins and leaves the process group.
+"""Joins and leaves the process group, and divides its ranks into a mesh.
 
 This is the only module that chooses between NCCL and gloo.
+
+Ranks along the last dimension of a mesh have consecutive numbers, so they are neighbors on the same machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import errno
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,10 +27,59 @@ from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.heartbeat import RUN_ID_VARIABLE
 from zerovision.training.base.units import cpu_ranks, plural
-from zerovision.training.world.gpus import usable_gpus
 from zerovision.training.world.launchers import PORT_OF_NONE, launched_world
-from zerovision.training.world.network_interfaces import check_chosen_interfaces, interface_towards
-from zerovision.training.world.store import open_store
+from zerovision.training.world.machine import check_chosen_interfaces, interface_towards, is_loopback, usable_gpus
+
+BACKLOG = 4096
+
+
+def open_store(
+    address: str, port: int, timeout: datetime.timedelta, run_id: str, *, is_host: bool, is_alone: bool
+) -> dist.Store:
+    """Open the ranks' store on rank 0, and connect to it on all other ranks.
+
+    Args:
+        address: address of the store, on the host of rank 0.
+        port: port of the store.
+        timeout: how long to wait for other ranks, both now and in every request to the store.
+        run_id: identifier of this start, used as the prefix of all keys, so that processes of another run or start that
+            use the same port do not interfere.
+        is_host: whether this is rank 0, which opens the store. The store listens only on this address, whereas
+            PyTorch's store would listen on all addresses of the host.
+        is_alone: whether all ranks run on one host.
+
+    Raises:
+        UserError: if the port is in use, or the address is unknown.
+    """
+    descriptor = _listen(address, port, is_alone=is_alone) if is_host else None
+    store = dist.TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    return dist.PrefixStore(run_id, store)
+
+
+def _listen(address: str, port: int, *, is_alone: bool) -> int:
+    """Return a socket that listens only on this address, or on all addresses if other hosts cannot reach this one."""
+    try:
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise UserError(f"the address that the ranks meet on, {address}: {error.strerror}.") from None
+    if is_loopback(str(endpoint[0])) and not is_alone:  # Debian resolves a host's own name to 127.0.1.1
+        endpoint = ("", port)
+    for one in (endpoint, ("", port)):
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(one)
+            listener.listen(BACKLOG)
+            return listener.detach()
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(f"port {port} is in use: choose a free one with --master_port.") from None
+            if error.errno != errno.EADDRNOTAVAIL or one[0] == "":
+                raise
+            print(f"note: {address} is not an address of this machine: rank 0 listens on all of them", file=sys.stderr)
+    raise AssertionError
+
 
 LOOPBACK = "lo"
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -44,7 +98,7 @@ class World:
         signal_group: gloo group for small values and stop requests; None for a single rank.
         save_group: gloo group for the thread that writes checkpoints; None for a single rank and in mesh groups.
         group: process group for tensor collectives; None for the default group of all ranks.
-        mesh: this rank's groups if the ranks form a mesh (see `zerovision.training.world.mesh`): `data`, `replica`, and
+        mesh: this rank's groups if the ranks form a mesh (see `form_mesh`): `data`, `replica`, and
             one group per dimension, named after its setting.
     """
 
@@ -261,3 +315,41 @@ def use_exact_fp32() -> None:
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+def form_mesh(world: World, mesh: Mapping[str, int]) -> World:
+    """Return the world with groups of ranks that share one copy of the model; a collective.
+
+    Args:
+        world: the ranks.
+        mesh: setting -> number of ranks that share a model in this way. The product of these numbers must divide the
+            number of ranks. If all are 1, the world is returned unchanged.
+    """
+    mesh = {name: size for name, size in mesh.items() if size > 1}
+    if not mesh:
+        return world
+    numbers = torch.arange(world.size).view(-1, *mesh.values())
+    data = along(0, numbers, world)
+    dimensions = {name: along(dimension, numbers, world) for dimension, name in enumerate(mesh, 1)}
+    replica = next(iter(dimensions.values())) if len(mesh) == 1 else along(1, numbers.flatten(1), world)
+    return dataclasses.replace(world, mesh={"data": data, "replica": replica, **dimensions})
+
+
+def along(dimension: int, numbers: torch.Tensor, world: World) -> World:
+    """Return this rank's group along one dimension of a tensor that contains all rank numbers; a collective."""
+    rows = numbers.movedim(dimension, -1).reshape(-1, numbers.shape[dimension]).tolist()
+    own = next(row for row in rows if world.rank in row)
+    if len(own) == 1:
+        return world.alone()
+    signal_group = _own_group(rows, "gloo")
+    group = _own_group(rows, "nccl") if world.device.type == "cuda" else signal_group
+    first = world.rank - world.local_rank
+    here = [rank for rank in own if first <= rank < first + world.local_size]
+    return World(
+        own.index(world.rank), here.index(world.rank), len(here), len(own), world.device, signal_group, group=group
+    )
+
+
+def _own_group(rows: list[list[int]], backend: str) -> dist.ProcessGroup:
+    """Create groups that together contain all ranks, and return this rank's group; a collective."""
+    return cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rows, COLLECTIVE_TIMEOUT, backend=backend)[0])

@@ -44,7 +44,7 @@ from zerovision.training.engines.parameter_shards import (
 from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.recipe.optimizer import AVERAGES, exchange_with
 from zerovision.training.world.collectives import copy_from_main, largest_over_ranks, mean_over_ranks
-from zerovision.training.world.mesh import along
+from zerovision.training.world.world import along
 
 # Kinds of tensors in the optimizer's state that are the same on all islands.
 OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"

@@ -23,9 +23,15 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import EngineSetup, Loss, StepInput, StepResult, TimedEngine
 from zerovision.training.engines.parameter_shards import CONVOLUTION_DIMENSIONS
 from zerovision.training.engines.pipeline import Pipeline, stages_per_rank
-from zerovision.training.engines.pipeline.cuts import Trace, cuts_for, names_of_stages, places_for, shares_of_stages
-from zerovision.training.engines.pipeline.network import StagedNetwork
 from zerovision.training.engines.pipeline.rehearsal import boundaries_at, images_to_try, measure_pieces
+from zerovision.training.engines.pipeline.stages import (
+    StagedNetwork,
+    Trace,
+    cuts_for,
+    names_of_stages,
+    places_for,
+    shares_of_stages,
+)
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.world.collectives import agreed

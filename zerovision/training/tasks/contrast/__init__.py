@@ -80,7 +80,7 @@ class Contrastive(Task):
     def classifier(self, forward: Forward) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
         import torch.nn.functional as F
 
-        from zerovision.training.data.sample_rows import SampleRows
+        from zerovision.training.data.loader import SampleRows
         from zerovision.training.tasks.nearest import log_votes
 
         rows = SampleRows(self._compared, self.world.data, self._stride)

@@ -31,9 +31,8 @@ from zerovision.training.base.units import format_duration, plural
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.datasets import DatasetPair
-from zerovision.training.data.loader import Loader
+from zerovision.training.data.loader import Loader, SampleRows
 from zerovision.training.data.reader import Batch
-from zerovision.training.data.sample_rows import SampleRows
 from zerovision.training.data.transfer import to_device
 from zerovision.training.engines.engine import Loss
 from zerovision.training.engines.precision import under_autocast
