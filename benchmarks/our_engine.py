@@ -19,7 +19,7 @@ from zerovision.training.data.reader import Batch
 from zerovision.training.engines.build import build_engine, set_up_engine
 from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
 from zerovision.training.engines.pipeline.engine import PipelineEngine, train_in_stages
-from zerovision.training.setup import Accumulate
+from zerovision.training.loop import Accumulate
 from zerovision.training.world.world import World
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]

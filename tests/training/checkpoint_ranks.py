@@ -47,11 +47,10 @@ from zerovision.training.engines.model_buffers import AVERAGE
 from zerovision.training.engines.parameter_shards import frozen_parameters
 from zerovision.training.engines.pipeline.engine import train_in_stages
 from zerovision.training.engines.ways import STRATEGIES
-from zerovision.training.loop import train_one_epoch
+from zerovision.training.loop import Accumulate, train_one_epoch
 from zerovision.training.observe.observer import StepDone
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer, tune
-from zerovision.training.setup import Accumulate
 from zerovision.training.steps import saver
 from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.saver import GIVE_UP_SECONDS, Saver

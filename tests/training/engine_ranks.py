@@ -37,13 +37,12 @@ from zerovision.training.engines.engine import Engine, EngineSetup
 from zerovision.training.engines.model_buffers import ModelBuffers
 from zerovision.training.engines.settings import ways_of
 from zerovision.training.engines.ways import plan_of
-from zerovision.training.loop import train_one_epoch
+from zerovision.training.loop import Accumulate, train_one_epoch
 from zerovision.training.observe.device_use import peak_memory, reset_peak_memory, used_memory
 from zerovision.training.observe.observer import Observer, Observers
 from zerovision.training.recipe.optimizer import build_optimizer
 from zerovision.training.recipe.schedule import Schedule
 from zerovision.training.recipe.tuning import BackboneFreezer
-from zerovision.training.setup import Accumulate
 from zerovision.training.steps.carrier import Run, RunModel, Start
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
 from zerovision.training.steps.watch import Heartbeats, every_step, guard_of

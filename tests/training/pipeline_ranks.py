@@ -28,9 +28,8 @@ from zerovision.training.engines.engine import Engine, EngineSetup, StepInput, T
 from zerovision.training.engines.pipeline.engine import train_in_stages
 from zerovision.training.engines.settings import TORCH, ways_of
 from zerovision.training.engines.ways import plan_of
-from zerovision.training.loop import seed_dropout
+from zerovision.training.loop import Accumulate, seed_dropout
 from zerovision.training.recipe.optimizer import build_optimizer
-from zerovision.training.setup import Accumulate
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.tasks.teacher.network import distilled
 from zerovision.training.world.collectives import barrier, gather_objects

@@ -17,8 +17,7 @@ from zerovision.training.base.points import Loggers
 from zerovision.training.base.timing import SpanClock
 from zerovision.training.data.reader import Batch
 from zerovision.training.engines.engine import StepInput, TimedEngine
-from zerovision.training.loop import seed_dropout
-from zerovision.training.setup import Accumulate
+from zerovision.training.loop import Accumulate, seed_dropout
 from zerovision.training.steps.audit import Audited
 from zerovision.training.tasks.labels import build_loss
 from zerovision.training.world.world import World

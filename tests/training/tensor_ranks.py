@@ -29,8 +29,7 @@ from zerovision.training.engines.build import build_engine, set_up_engine
 from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
 from zerovision.training.engines.parameter_shards import gather_weights
 from zerovision.training.engines.pipeline.engine import train_in_stages
-from zerovision.training.loop import seed_dropout
-from zerovision.training.setup import Accumulate
+from zerovision.training.loop import Accumulate, seed_dropout
 from zerovision.training.tasks.scores import sample_losses
 from zerovision.training.world.collectives import sum_over_ranks
 from zerovision.training.world.world import World, form_mesh

@@ -82,7 +82,7 @@ class NodeRun:
 
         Args:
             launch: the launch's processes on this machine.
-            launcher: the process that starts the ranks; it keeps running for the next start.
+            launcher: the process that starts the ranks; it keeps running for the next start of a launch on one machine.
             folder: folder of the ranks' heartbeats.
             received: list to which the signal handlers append received signals.
             stop_timeout_s: number of seconds that the ranks have to save and exit after a signal.

@@ -1,4 +1,4 @@
-"""One epoch of training and one pass of evaluation."""
+"""One epoch of training, the usual step, and one pass of evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerovision.training.base.errors import AgreedError, UserError
 from zerovision.training.base.timing import mean_shares
 from zerovision.training.data.bad_images import check_bad_images
 from zerovision.training.data.loader import Batch, Loader
-from zerovision.training.engines.engine import Engine, StepInput, TimedEngine
+from zerovision.training.engines.engine import Engine, Loss, StepInput, StepResult, TimedEngine
 from zerovision.training.observe.observer import Seen, StepDone
 from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.scores import Scores
@@ -27,6 +27,25 @@ from zerovision.training.world.signals import FAILED, StopDecision
 # For groups that train independently: communication between groups may take longer than a step, so the result of a poll
 # is awaited only at the next poll.
 STEPS_BETWEEN_POLLS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulate:
+    """Computes the loss of each micro-batch separately, and accumulates the gradients."""
+
+    loss: Loss
+
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
+        """See `zerovision.training.engines.engine.Step`."""
+        result = None
+        for micro_step, batch in enumerate(given.batches):
+            given.seed_leaf(micro_step)
+            logits = engine.forward(batch.images)
+            losses = self.loss(logits, batch)
+            engine.backward((losses * batch.weights).sum() * given.loss_scale)
+            result = engine.step()
+            given.note(batch, losses, logits)
+        return result
 
 
 class EpochResult(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +22,12 @@ from zerovision.training.data.loader import build_loaders
 from zerovision.training.data.sampler import build_plan
 from zerovision.training.engines.build import build_engine, build_training_model, parallel_plan, set_up_engine
 from zerovision.training.engines.compilation import resolve_compile
-from zerovision.training.engines.engine import Averages, EngineSetup, Loss, Step, StepInput, StepResult, TimedEngine
+from zerovision.training.engines.engine import Averages, EngineSetup, Loss, Step
 from zerovision.training.engines.parameter_shards import frozen_parameters
 from zerovision.training.engines.precision import resolve_precision
 from zerovision.training.engines.settings import TORCH, check_files, ways_of
 from zerovision.training.engines.ways import Way
+from zerovision.training.loop import Accumulate
 from zerovision.training.observe.environment import describe_run
 from zerovision.training.observe.evaluation import check_replaceable
 from zerovision.training.observe.loggers import open_loggers
@@ -45,39 +45,20 @@ from zerovision.training.world.collectives import agreed, broadcast_object
 from zerovision.training.world.world import World
 
 
-@dataclass(frozen=True)
-class Accumulate:
-    """Computes the loss of each micro-batch separately, and accumulates the gradients."""
-
-    loss: Loss
-
-    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
-        """See `zerovision.training.engines.engine.Step`."""
-        result = None
-        for micro_step, batch in enumerate(given.batches):
-            given.seed_leaf(micro_step)
-            logits = engine.forward(batch.images)
-            losses = self.loss(logits, batch)
-            engine.backward((losses * batch.weights).sum() * given.loss_scale)
-            result = engine.step()
-            given.note(batch, losses, logits)
-        return result
-
-
 def build(run: Run) -> Run:
     """Build the parts of a run; a collective.
 
     Raises:
         UserError: on all ranks, for a mistake that any rank found.
     """
-    for add in (_add_plan, _add_task, _add_model, _add_engine):
+    for add in (_add_task, _add_step, _add_model, _add_engine):
         run = add(run)
     readers = {"train": run.readers.train, "val": run.readers.val}
     contents = ImageContents(run.folder, run.data, readers, run.world, run.loggers)
     return dataclasses.replace(run, readers=dataclasses.replace(run.readers, contents=contents))
 
 
-def _add_plan(run: Run) -> Run:
+def _add_task(run: Run) -> Run:
     """Add the task, the assignment of samples to batches, and the learning rate schedule."""
     config, world, task = run.config, run.world, asked_task(run.config)
     dealt = (world.data.size, task.views, run.start.groups, parallel_plan(config, world).gradient_shards)
@@ -86,7 +67,7 @@ def _add_plan(run: Run) -> Run:
     return dataclasses.replace(run, task=task, plan=plan, schedule=schedule)
 
 
-def _add_task(run: Run) -> Run:
+def _add_step(run: Run) -> Run:
     """Add the loaders and the step function, whose loss is computed per image or over all images of a step."""
     run.task.prepare(run.data, run.precision, run.world)
 
@@ -95,7 +76,7 @@ def _add_task(run: Run) -> Run:
         return next(filter(None, of_ways), Accumulate(loss))
 
     step = agreed(lambda: run.task.step(run.plan.leaves, of_losses), run.world)
-    # Worker processes take seconds to start, during which the model and the engine are built.
+    # The server that forks workers takes seconds to start, during which the model and the engine are built.
     build = partial(build_loaders, run.config, run.data, run.plan, run.world)
     readers = Readers(*agreed(lambda: run.task.readers(build), run.world))
     return dataclasses.replace(run, step=step, readers=readers)

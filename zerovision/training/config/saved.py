@@ -53,7 +53,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
 
 
 def with_saved_settings(config: TrainConfig, *, is_restart: bool) -> TrainConfig:
-    """Return the configuration with unset values filled from the resumed run.
+    """Return the configuration with the resumed run's values in place of those that let the run choose.
 
     Args:
         config: the configuration as given.

@@ -105,7 +105,7 @@ class EngineSetup:
     """The setup that every engine is built from.
 
     Attributes:
-        module: the model in fp32 on the CPU, float32 images [B, C, H, W] -> logits [B, classes].
+        module: the model in fp32, float32 images [B, C, H, W] -> logits [B, classes].
         optimizer: the optimizer over the module's parameters, which the engine may replace.
         plan: how the state is distributed.
         precision: 'bf16', 'fp16' or 'fp32'.
@@ -158,7 +158,7 @@ class Engine(Protocol):
     """A distributed model with its optimizer, which all ranks together build from an `EngineSetup`.
 
     Attributes:
-        module: the model; at ZeRO 3 its parameters may be empty or sharded outside forward and backward.
+        module: the model; at ZeRO 2 and 3 its parameters may be empty or sharded between steps.
         optimizer: the optimizer; the 'lr' of its groups is set before each step.
         buffers: the module's buffers, in all of this rank's versions.
         loss_scale: loss scale for fp16, otherwise None.
@@ -173,7 +173,7 @@ class Engine(Protocol):
     group: str = ""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the module's output for images [B, C, H, W], in float32; a collective at ZeRO 3."""
+        """Return the module's output for images [B, C, H, W], in float32; a collective at ZeRO 2 and 3."""
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
         """In evaluation, yield each batch with the output of `forward` for its images.

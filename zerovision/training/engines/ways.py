@@ -123,7 +123,8 @@ class ParallelPlan:
     """The distribution of the training state over replicas x shards ranks, which read different images.
 
     Attributes:
-        zero_stage: what is sharded: the optimizer state (1), also the gradients (2), or also the weights (3).
+        zero_stage: what is sharded: the optimizer state (1), also the gradients (2), or also the weights (3); PyTorch's
+            engine shards the weights between steps at stage 2, too.
         shards: number of ranks over which one copy of the training state is divided.
         replicas: number of copies of the training state.
         offload: what is kept in CPU memory: 'none', 'optimizer' (the optimizer state) or 'all' (also the weights).
@@ -138,7 +139,7 @@ class ParallelPlan:
 
     @property
     def releases_weights(self) -> bool:
-        """Whether a rank frees the weights of other shards when it does not need them."""
+        """Whether a rank frees the weights of other shards during a step, when it does not need them."""
         return self.zero_stage == 3
 
     @property

@@ -114,7 +114,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the only rank that writes files and logs."""
+        """Whether this is rank 0, the only rank that logs, and that writes files other than its checkpoint shards."""
         return self.rank == 0
 
     @property
