@@ -103,6 +103,14 @@ def test_fewer_nodes_divide_the_global_batch_that_is_given(reachable: int, used:
     assert (automatic.usable_nodes(3), automatic.batch_flags(2)) == (2, [])
 
 
+@pytest.mark.parametrize(
+    ("min_nodes", "micro_steps", "needed"), [(3, 1, 4), (2, 1, 2), (1, 1, 1), (3, 3, 3), (0, 1, 4)]
+)
+def test_too_few_nodes_to_share_the_global_batch_are_not_called_enough(min_nodes, micro_steps, needed) -> None:
+    given = plan("abcd", min_nodes, gradient_accumulation_steps=micro_steps)
+    assert (given.min_nodes, given.usable_nodes(3)) == (needed, 3 if needed == 3 else 2 if needed <= 2 else 0)
+
+
 def test_forwarded_are_what_ranks_need_and_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"NCCL_DEBUG", "TORCH_NCCL_TIMEOUT", "OMP_NUM_THREADS", "MINE"}
     others = {"HF_TOKEN", "CUDA_VISIBLE_DEVICES", "SECRET_1"}

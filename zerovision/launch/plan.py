@@ -82,8 +82,9 @@ class Plan:
 
     @property
     def min_nodes(self) -> int:
-        """The minimum number of hosts needed to continue."""
-        return self.given.min_nodes or len(self.hosts)
+        """The minimum number of hosts needed to continue, which can also share the global batch."""
+        hosts, micro_steps = len(self.hosts), self._micro_steps(self.config)
+        return next((n for n in range(self.given.min_nodes or hosts, hosts) if micro_steps % n == 0), hosts)
 
     @property
     def log_dir(self) -> str:
@@ -99,8 +100,7 @@ class Plan:
 
     def usable_nodes(self, reachable: int) -> int:
         """Return how many of the reachable nodes can share the global batch, or 0 if there are too few."""
-        micro_steps = self._micro_steps(self.config)
-        return next((n for n in range(reachable, self.min_nodes - 1, -1) if micro_steps % n == 0), 0)
+        return next((n for n in range(reachable, self.min_nodes - 1, -1) if self._micro_steps(self.config) % n == 0), 0)
 
     def _micro_steps(self, config: TrainConfig) -> int:
         """Return the number of micro-steps per update, summed over all nodes."""
