@@ -57,6 +57,23 @@ def test_occupied_port_under_deepspeed(taken_port):
     assert "Traceback" not in result.stdout + result.stderr
 
 
+# Takes the port of the first start's store, after the launcher has found it free.
+TAKES_THE_PORT = """
+import os, socket
+if (os.environ.get("RANK"), os.environ.get("ZEROVISION_RESTARTS")) == ("0", "0"):
+    taken = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+"""
+
+
+def test_a_port_that_another_program_takes_in_the_last_moment_costs_a_restart(tmp_path):
+    (tmp_path / "takes.py").write_text(TAKES_THE_PORT)
+    words = ["basic_cnn", "ddp", "2", "8", "1", "--data", "fake", "--image-size", "16", "--log-dir", str(tmp_path)]
+    result = assert_success(launch(*words, "--report", "false", "--plugin", str(tmp_path / "takes.py")))
+    assert "is in use, and was free when the launcher checked it" in result.stderr
+    assert "restart 1 of 3" in result.stderr
+    assert "restart 2" not in result.stderr
+
+
 def test_unreadable_image_in_the_middle_of_an_epoch_ends_all_ranks(tmp_path):
     """The rank that reads it must not leave the other waiting in a collective, nor save a step without it."""
     root = make_folder(tmp_path / "images", count=40)

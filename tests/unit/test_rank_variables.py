@@ -142,7 +142,7 @@ def test_the_store_listens_on_the_given_address_alone(store, port):
     socket.create_connection(("127.0.0.1", port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
-    with pytest.raises(UserError, match=rf"^port {port} is in use: choose a free one with --master_port\.$"):
+    with pytest.raises(OSError, match=rf"^port {port} is in use, and was free when the launcher checked it\.$"):
         open_store("127.0.0.1", port, PATIENCE, "run", is_host=True, is_alone=True)
 
 

@@ -49,7 +49,8 @@ def open_store(
         is_alone: whether all ranks run on one host.
 
     Raises:
-        UserError: if the port is in use, or the address is unknown.
+        UserError: if the address is unknown.
+        OSError: if the port is in use, although a launcher has found it free: with another port, a start may succeed.
     """
     descriptor = _listen(address, port, is_alone=is_alone) if is_host else None
     store = dist.TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=descriptor)
@@ -74,7 +75,7 @@ def _listen(address: str, port: int, *, is_alone: bool) -> int:
         except OSError as error:
             listener.close()
             if error.errno == errno.EADDRINUSE:
-                raise UserError(f"port {port} is in use: choose a free one with --master_port.") from None
+                raise OSError(f"port {port} is in use, and was free when the launcher checked it.") from None
             if error.errno != errno.EADDRNOTAVAIL or one[0] == "":
                 raise
             print(f"note: {address} is not an address of this machine: rank 0 listens on all of them", file=sys.stderr)
