@@ -107,8 +107,9 @@ host_init() { # HOST
 }
 
 start_host() { # HOST
-    local host=$1 outer
-    setsid nsenter --net="/run/netns/$(ns "$host")" \
+    local host=$1 outer net
+    net=/run/netns/$(ns "$host") # here, because below it would be a child of the background process for a moment
+    setsid nsenter --net="$net" \
         unshare --uts --ipc --pid --mount --fork --kill-child --mount-proc \
         "$BIN/netlab.sh" _init "$host" >"$LAB/log/$host.log" 2>&1 </dev/null &
     outer=$!
