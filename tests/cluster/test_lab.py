@@ -20,6 +20,7 @@ def ping(hosts: Hosts, target: str) -> bool:
 
 def test_hosts_have_their_own_names_processes_and_tmp(hosts: Hosts, shared: Path) -> None:
     first, second = hosts.nodes[:2]
+    assert [hosts.run(host, ["hostname"]).stdout for host in hosts.nodes] == [f"{host}\n" for host in hosts.nodes]
     assert hosts.run("login", ["ssh", first, "hostname"]).stdout == f"{first}\n"
     hosts.run(first, ["touch", "/tmp/mine", str(shared / "ours")])
     assert (shared / "ours").exists()
