@@ -3,8 +3,9 @@
     python -u zerovision/launch/local_ranks.py --nproc_per_node 2 --master_port 29500 ENTRY --model-type vgg
 
 The ranks get the same environment variables as under torchrun. The modules in `--preload` are imported here, once for
-all ranks. Under a supervisor (`launch.node_launcher`), this process survives a failure and forks the ranks of the next
-start without importing the modules again. Nothing here may use CUDA, which does not survive a fork.
+all ranks. Under a supervisor (`launch.node_launcher`), this process survives a failure and, in a launch on one machine,
+forks the ranks of the next start without importing the modules again. Nothing here may use CUDA, which does not survive
+a fork.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transforms single images before batching: crops them, resizes them (even very thin ones), and applies a policy.
 
-For training and evaluation, the result is uint8 [C, S, S]; shifting, mirroring and normalization are applied later to
-whole batches on the device (see `batch_transforms`). `evaluation_transform` does everything for a single image, for
-users of a trained model.
+For training and evaluation, the result is uint8 (with `--decode numbers` also float32) [C, S, S]; shifting, mirroring
+and normalization are applied later to whole batches on the device (see `batch_transforms`). `evaluation_transform` does
+everything for a single image, for users of a trained model.
 
 Pillow applies the policies (RandAugment, TrivialAugment, AutoAugment, 3-Augment and color jitter). They draw from the
 global random generators of Python, NumPy and torch; see `randomness.seed_global_generators`.
@@ -235,7 +235,7 @@ def unnormalized(images: torch.Tensor, preprocessing: Preprocessing) -> torch.Te
 
 
 def resize(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """Resize uint8 [C, h, w] to [C, S, S] with antialiasing; unlike torchvision, this does not copy a cropped view.
+    """Resize uint8 or float32 [C, h, w] to [C, S, S] with antialiasing; unlike torchvision, do not copy a cropped view.
 
     Resizing is fastest if the channels are innermost in memory.
     """

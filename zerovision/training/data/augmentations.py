@@ -34,7 +34,9 @@ _LARGEST_RATIO = 100
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The steps applied to training images, in this order: an entry of `AUGMENTATIONS`, possibly changed by flags.
+    """The steps applied to training images, in this order, but `function` after `policy`.
+
+    The values are those of an entry of `AUGMENTATIONS`, possibly changed by flags.
 
     Attributes:
         crop: Whether to crop a random part of the image before resizing.
