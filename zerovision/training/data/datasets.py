@@ -84,7 +84,8 @@ class ImageDataset(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         """Return the sample for an epoch and one of its `BatchKey.draw_keys`, before mixing.
 
-        The state of the global random generators is preserved.
+        Training calls `read` instead, and transforms whole batches; see `reader.read_batch`. The state of the
+        global random generators is preserved.
 
         Raises:
             ImageError: If the image cannot be read.
