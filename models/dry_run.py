@@ -28,6 +28,10 @@ from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import RunSettings
 
+SMALL_IMAGE_PIXELS = 64
+STEPS_TO_TRY = (8, 14, 16, 32, 64)  # pixels; sides may have to be multiples of one of them
+SIZES_TO_TRY = (9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
+
 
 def without_data(module: nn.Module) -> nn.Module:
     """Return a copy of a module, in training mode and with its parameters and buffers on the meta device.
@@ -168,10 +172,6 @@ def _remove_batchnorm(module: nn.Module) -> None:
         else:
             _remove_batchnorm(child)
 
-
-SMALL_IMAGE_PIXELS = 64
-STEPS_TO_TRY = (8, 14, 16, 32, 64)  # pixels; sides may have to be multiples of one of them
-SIZES_TO_TRY = (9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
 
 StrideChanges = dict[str, list[int]]
 """Name of the convolution -> [old stride, new stride]."""

@@ -28,6 +28,8 @@ from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError, nearest, shown
 
+HUB_TIMEOUT_SECONDS = 5.0
+
 
 class WholeInputConv2d(nn.Conv2d):
     """A convolution that is computed as a matrix product if its kernel is as large as its input.
@@ -46,9 +48,6 @@ class WholeInputConv2d(nn.Conv2d):
 
 # Convolutions whose output is linear in their stored weight; other convolutions standardize the weight first.
 PLAIN_CONVOLUTIONS = (nn.Conv2d, Conv2dSame, WholeInputConv2d)
-
-
-HUB_TIMEOUT_SECONDS = 5.0
 
 
 def check_timm_name(name: str) -> None:

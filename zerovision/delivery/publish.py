@@ -77,6 +77,7 @@ NOT_RECIPE = frozenset(
         *("workers", "bad_images"),
     }
 )
+TIMM_CONFIG = "config.json"
 
 
 def write_model_card(run: Path) -> Path | None:
@@ -195,9 +196,6 @@ def _plain(text: str) -> str:
 def _code(text: str) -> str:
     """Return text as inline code; backticks become apostrophes, because Markdown cannot escape them in code."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"
-
-
-TIMM_CONFIG = "config.json"
 
 
 def run(settings: PublishSettings) -> int:

@@ -46,6 +46,10 @@ from zerovision.training.data.parts import PARTS, TRAIN, VAL
 from zerovision.training.observe.new_run import named_after_data, refuse_existing, run_folder
 
 LEAST_MINUTES = 0.1  # the time limit of a stage that starts when no time is left
+SAMPLE = 32  # number of images whose sizes are read
+HUB_SECONDS = 2.0
+PROCESSOR = Path("/proc/cpuinfo")
+BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -169,12 +173,6 @@ def describe(facts: Any, choices: Choices, stages: Sequence[TrainConfig], ranks:
         repeated = with_head(replace(stages[0], run_name=f"{name}-head"), repeated[0])
     commands = [shlex.join(launch_command(stage, ranks, ranks)) for stage in repeated]
     return [*lines, "to repeat it: " + " && \\\n  ".join(commands)]
-
-
-SAMPLE = 32  # number of images whose sizes are read
-HUB_SECONDS = 2.0
-PROCESSOR = Path("/proc/cpuinfo")
-BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:

@@ -27,6 +27,7 @@ from zerovision.training.world.world import World
 
 MAX_BYTES = 2 * 10**9
 MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is loaded
+CPU = torch.device("cpu")
 
 
 def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: torch.device) -> Iterator[Batch]:
@@ -120,9 +121,6 @@ def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDev
         bound = min(bound, int(MAX_SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]))
     fits = int(np.prod([*source.images.shape[:2], *shape])) * source.images.element_size() <= bound
     return ImagesOnDevice(dataset, source.images, device) if fits else None
-
-
-CPU = torch.device("cpu")
 
 
 class Loader:

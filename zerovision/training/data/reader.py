@@ -44,6 +44,13 @@ from zerovision.training.data.reading.sources import UNKNOWN, Source
 from zerovision.training.data.sampler import BatchKey
 from zerovision.training.world.preserved_process import preserved_generators
 
+# Installed packages only: Python 3.11's fork server lacks the paths that a script added to sys.path.
+_PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
+_SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+BATCHES_OF_A_WORKER = 3  # in shared memory at the same time: two read ahead, one in use
+QUEUE_SECONDS = 2.0  # time limit for closing queues to workers that have died
+MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -123,15 +130,6 @@ def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
     digests = [] if source.digests is None else [source.digests.get(index, UNKNOWN) for index in key.indices.tolist()]
     found = {"bad_images": bad_images, "notes": source.notes, "digests": np.array(digests, dtype=np.int64)}
     return batch_of(key, source, stacked, **found)
-
-
-# Installed packages only: Python 3.11's fork server lacks the paths that a script added to sys.path.
-_PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
-_SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
-
-BATCHES_OF_A_WORKER = 3  # in shared memory at the same time: two read ahead, one in use
-QUEUE_SECONDS = 2.0  # time limit for closing queues to workers that have died
-MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
 
 
 def fit_workers_into_memory(

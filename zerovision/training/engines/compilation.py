@@ -35,6 +35,16 @@ from zerovision.training.world.world import World
 FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
 PIXELS_THAT_PAY = 20 * 10**9
 COMPILERS = ("g++", "clang++", "c++")
+Call = Callable[[torch.Tensor], torch.Tensor]
+# If gradients have more bytes than this, several ranks use no graphs, so that they can exchange gradients during
+# backward: a graph returns all gradients when it ends. Sending 64 MB takes about a millisecond at 100 GB/s. This limit
+# has not been measured on several GPUs.
+MOST_EXCHANGED_BYTES = 64 << 20
+# Share of the GPU's memory that must stay free for the optimizer, an average of the weights, and evaluation, in
+# addition to four times the size of the weights.
+LEAST_FREE_SHARE = 0.1
+# Relative to the gradients' norm. Kernels that add in no fixed order are off by less, and wrong gradients by more.
+LARGEST_ERROR = 1e-2
 
 
 def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
@@ -129,18 +139,6 @@ def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
     except Exception as error:  # a compiler may raise any kind of error
         return f"{type(error).__name__}, {one_line(error)}"
     return None
-
-
-Call = Callable[[torch.Tensor], torch.Tensor]
-# If gradients have more bytes than this, several ranks use no graphs, so that they can exchange gradients during
-# backward: a graph returns all gradients when it ends. Sending 64 MB takes about a millisecond at 100 GB/s. This limit
-# has not been measured on several GPUs.
-MOST_EXCHANGED_BYTES = 64 << 20
-# Share of the GPU's memory that must stay free for the optimizer, an average of the weights, and evaluation, in
-# addition to four times the size of the weights.
-LEAST_FREE_SHARE = 0.1
-# Relative to the gradients' norm. Kernels that add in no fixed order are off by less, and wrong gradients by more.
-LARGEST_ERROR = 1e-2
 
 
 class _Recording(nn.Module):

@@ -35,6 +35,8 @@ from zerovision.training.recipe import read_tune
 ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 SMALL_SHARE = 0.05  # share of the model; a note points out adapters that are larger
+MOST_IMAGES = 1000
+EPSILON = 5e-4  # added to the eigenvalues
 
 
 def tune(built: BuiltModel, word: str) -> BuiltModel:
@@ -251,10 +253,6 @@ def _is_frozen(module: nn.Module, name: str) -> bool:
 
 def _detach_inputs(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(value.detach() for value in inputs)
-
-
-MOST_IMAGES = 1000
-EPSILON = 5e-4  # added to the eigenvalues
 
 
 @torch.no_grad()

@@ -29,6 +29,8 @@ TOP_K = 5
 # so they depend neither on the order nor on the number of ranks. A float32 of at least 0.5 is already such a multiple.
 LOSS_UNIT = 2.0**-24
 SORTED_AT_ONCE = 2**22  # probabilities
+AREAS = ("auroc", "map")  # scores that need the probabilities of all classes for all samples
+MOST_PROBABILITY_BYTES = 4 * 2**30  # on one rank
 
 
 class Areas(NamedTuple):
@@ -259,10 +261,6 @@ def hits_of(best: torch.Tensor, labels: torch.Tensor, sets: torch.Tensor | None)
 def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return each sample's cross-entropy, float32 [B], whatever the training loss is."""
     return F.cross_entropy(logits.float(), labels, reduction="none")
-
-
-AREAS = ("auroc", "map")  # scores that need the probabilities of all classes for all samples
-MOST_PROBABILITY_BYTES = 4 * 2**30  # on one rank
 
 
 def count_classes(scores: Scores, num_classes: int) -> ClassCounts:

@@ -16,6 +16,8 @@ import psutil
 from zerovision.training.base.errors import UserError, shown
 
 IP = {socket.AF_INET, socket.AF_INET6}
+NVIDIA_SMI_SECONDS = 60.0
+DEVICE_FILES = Path("/dev")
 
 
 def own_addresses() -> list[tuple[str, str, str]]:
@@ -128,10 +130,6 @@ def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -
     }
     if has_gpus and any(names) and (named == {*present} if excludes else not named):
         raise UserError(f"NCCL_SOCKET_IFNAME {shown(nccl)} matches no interface; {here}. Correct or unset it.")
-
-
-NVIDIA_SMI_SECONDS = 60.0
-DEVICE_FILES = Path("/dev")
 
 
 def machine_gpus() -> list[str]:

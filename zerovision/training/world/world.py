@@ -31,6 +31,8 @@ from zerovision.training.world.launchers import PORT_OF_NONE, launched_world
 from zerovision.training.world.machine import check_chosen_interfaces, interface_towards, is_loopback, usable_gpus
 
 BACKLOG = 4096
+LOOPBACK = "lo"
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 def open_store(
@@ -80,10 +82,6 @@ def _listen(address: str, port: int, *, is_alone: bool) -> int:
                 raise
             print(f"note: {address} is not an address of this machine: rank 0 listens on all of them", file=sys.stderr)
     raise AssertionError
-
-
-LOOPBACK = "lo"
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ RAM_SHARE = 0.25  # of the memory that this process may use, for all caches toge
 DISK_BYTES = 50 * 10**9
 _ENTRY = struct.Struct("<QIIq8s")  # offset in bytes, height and width in pixels, digest of the file, checksum
 _WORD = 8
+CACHE_FORMAT = 4  # increased when decoding yields different pixels, or the format of the cache's files changes
+IMAGES_CONVERTED = 1000  # per step
+UNKNOWN = 0  # digest of a file that was not read
 
 
 class ImageCache:
@@ -178,11 +181,6 @@ def _size(folder: Path) -> int:
     with suppress(FileNotFoundError):  # not created yet, or already removed
         return sum((folder / name).stat().st_size for name in (INDEX, PIXELS))
     return 0
-
-
-CACHE_FORMAT = 4  # increased when decoding yields different pixels, or the format of the cache's files changes
-IMAGES_CONVERTED = 1000  # per step
-UNKNOWN = 0  # digest of a file that was not read
 
 
 class Source:
