@@ -21,6 +21,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import CARD, SCORES, WEIGHTS
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.data import DataOptions, load_data
+from zerovision.training.observe.sample_history import HISTORY
 
 DATA = (
     "--data",
@@ -191,6 +192,7 @@ def test_a_head_makes_a_classifier_of_features(tmp_path):
     assert json.loads((run / "evaluation" / SCORES).read_text())["top1"] > 0.85
     assert "top-1 is that of the 20 nearest training images" in done.stdout
     assert not (run / CARD).exists()
+    assert not (run / HISTORY).exists()  # the outputs are no probabilities of classes
     for use in (lambda: evaluate(str(run)), lambda: predict(str(run), [str(tmp_path)])):
         with pytest.raises(UserError, match=r"was trained with --loss supcon and has no classifier yet"):
             use()
