@@ -119,7 +119,9 @@ def whole(train, tmp_path_factory) -> Callable[..., Path]:
 
     @cache
     def run(precision: str) -> Path:
-        return train(2, tmp_path_factory.mktemp(precision), save_every_steps=1, outer_precision=precision)
+        return train(
+            2, tmp_path_factory.mktemp(precision), save_every_steps=1, outer_precision=precision, log_every_steps="auto"
+        )
 
     return run
 
@@ -135,6 +137,7 @@ def test_more_ranks_per_island_go_on_in_mid_round_and_end_with_the_same_bytes(wh
     assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
     assert read_epochs(resumed).items() <= read_epochs(undisturbed).items()
     assert max(read_epochs(resumed)) == 2
+    assert read_metrics(undisturbed, "step")[0]["step"] == 5  # after the first outer step
 
 
 def test_what_is_left_goes_on_with_fewer_islands_and_with_all_when_they_are_back(whole, train, tmp_path):
