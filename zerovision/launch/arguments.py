@@ -31,12 +31,11 @@ from zerovision.training.base.lasting_output import outlast_readers
 from zerovision.training.base.run_folder import ENTRIES
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MOST_RANKS
 from zerovision.training.config import TrainConfig
-from zerovision.training.config.check import OF_LAUNCHERS
+from zerovision.training.config.check import LAUNCHED_STRATEGIES
 from zerovision.training.config.command_line import OneLineParser, parse_args
 from zerovision.training.config.command_settings import declared, flag_of, number, switch
 from zerovision.training.config.values import WORDS_OF_LAUNCH
 from zerovision.training.engines.settings import check_files
-from zerovision.training.engines.ways import STRATEGIES
 
 ENTRY = str(ENTRIES / "train_distributed.py")
 MOST_OF = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
@@ -188,7 +187,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
         )
     words = vars(_word_parser(launcher).parse(["--", *arguments[: len(names)]]))
     positional = {name: str(value) for name, value in words.items()}
-    check_name("strategy", positional["strategy"], [*STRATEGIES, *OF_LAUNCHERS])
+    check_name("strategy", positional["strategy"], LAUNCHED_STRATEGIES)
     of_variables = [
         f"{flag_of(field.name)}={value}"
         for field in launcher.fields

@@ -7,11 +7,11 @@ uses its own criterion to distribute an ensemble's members, too.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ class Workload:
         """Size of an image in bytes, in fp32."""
         return FLOAT32_BYTES * self.image_channels * math.prod(sides(self.image_size))
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  # keeps the workload alive, but a command has only one
+    @lru_cache(maxsize=64)  # noqa: B019  # keeps the workload alive, but a command has only one
     def activations(
         self,
         batch_size: int,
@@ -171,7 +171,7 @@ def sizes_of(network: nn.Module, names: Collection[str] | None = None) -> ModelS
     )
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def stages_of(workload: Workload, config: TrainConfig, precision: str, device: str) -> tuple[RankShare, ...]:
     """Cut a network into stages; return each rank's part.
 
@@ -192,7 +192,7 @@ def stages_of(workload: Workload, config: TrainConfig, precision: str, device: s
     traced = trace(network, (config.micro_batch, workload.image_channels, *sides(size)))
     places = places_for(traced, count, ranks)
     found = workload.activations(config.micro_batch, precision, device, recomputes, True, tuple(places))
-    flops = forward_flops(workload.without_data(recomputes=False), places, size, workload.image_channels)
+    flops = partial(forward_flops, workload.without_data(recomputes=False), places, size, workload.image_channels)
     cuts = cuts_for(traced, config.pipeline_split, flops, count)
     stage_of = [traced.stage_at(place, cuts) for place in ("", *places)]
     tensors = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]

@@ -40,12 +40,13 @@ from zerovision.training.recipe.schedule import (
 from zerovision.training.tasks.settings import LOSSES, TASKS, asked_task
 
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces with a different one
+LAUNCHED_STRATEGIES = (*STRATEGIES, *OF_LAUNCHERS)
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
 def check_launched(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
     """Check the configuration of a launched run, whose launcher may choose the strategy; see `check_config`."""
-    check_name("strategy", config.strategy, [*STRATEGIES, *OF_LAUNCHERS])
+    check_name("strategy", config.strategy, LAUNCHED_STRATEGIES)
     strategy = TrainConfig.strategy if config.strategy in OF_LAUNCHERS else config.strategy
     found = check_config(dataclasses.replace(config, strategy=strategy), label_of)
     return dataclasses.replace(found, strategy=config.strategy)

@@ -118,9 +118,8 @@ class OneLineParser(argparse.ArgumentParser):
     def add_number(self, flag: str, low: float, high: float, *, kind: str = "", **options: Any) -> None:
         """Add a flag that takes a number (`kind` in messages) from `low` to `high`, an integer if `low` is an int."""
         kind = kind or ("a whole number" if type(low) is int else "a number")
-        self.add_value(
-            flag, partial(number_in, low=low, high=high), f"{kind} from {low:.10g} to {high:.10g}", **options
-        )
+        read = partial(number_in, low=low, high=high)
+        self.add_value(flag, read, f"{kind} from {low:.10g} to {high:.10g}", **options)
 
     def add_choice(self, flag: str, names: Iterable[str], **options: Any) -> None:
         """Add a flag that takes one of `names`."""

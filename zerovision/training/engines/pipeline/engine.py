@@ -46,7 +46,7 @@ def _choose_cuts(
     ranks, world, schedule = config.pipeline_parallel, setup.world, config.pipeline_schedule
     places = agreed(lambda: places_for(traced, count, ranks), world)
     seconds = measure_pieces(network, setup.module, places, images, world)
-    cuts = agreed(lambda: cuts_for(traced, config.pipeline_split, seconds, count), world)
+    cuts = agreed(lambda: cuts_for(traced, config.pipeline_split, lambda: seconds, count), world)
     shares = shares_of_stages(traced, places, seconds, cuts)
     waits = Pipeline(config).waits()
     taken = ", ".join(f"{share:.0%}" for share in shares)

@@ -11,7 +11,7 @@ runs exactly as the model's author wrote it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -174,13 +174,13 @@ def places_to_cut(traced: Trace) -> list[str]:
     return [names[operations] for operations in sorted(names)]
 
 
-def cuts_for(traced: Trace, split: str, costs: Sequence[float], stages: int) -> list[str]:
+def cuts_for(traced: Trace, split: str, costs: Callable[[], Sequence[float]], stages: int) -> list[str]:
     """Return the cuts that the user named, or the cuts that balance the stages.
 
     Args:
         traced: trace of the network.
         split: names of modules, separated by commas; 'auto' for balanced stages.
-        costs: see `balanced_cuts`.
+        costs: function that returns the costs for `balanced_cuts`, called only if the stages are to be balanced.
         stages: number of stages.
 
     Raises:
@@ -188,7 +188,7 @@ def cuts_for(traced: Trace, split: str, costs: Sequence[float], stages: int) -> 
     """
     places = places_to_cut(traced)
     if split == "auto":
-        return balanced_cuts(places, costs, stages)
+        return balanced_cuts(places, costs(), stages)
     names = [name.strip() for name in split.split(",")]
     for name in names:
         if name not in traced.features:
