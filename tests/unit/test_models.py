@@ -160,6 +160,14 @@ def test_the_size_check_changes_nothing(model_type, caplog):
     assert not caplog.records
 
 
+def test_batchnorm_for_another_number_of_channels_is_a_failure():
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(8 * 30 * 30, 5)]
+    failure = forward_failure(nn.Sequential(*layers), 32, 2)
+    layers[1] = nn.BatchNorm2d(8)
+    assert failure is not None
+    assert forward_failure(nn.Sequential(*layers), 32, 2) is None
+
+
 def test_a_network_that_fake_tensors_do_not_take_is_not_refused():
     """Fake tensors alone cannot run it; on real ones it works."""
     assert forward_failure(timm.create_model("coat_tiny"), 224, 2) is None
