@@ -49,7 +49,7 @@ def test_network_loss_and_logger_of_own_files_are_trained_and_evaluated(tmp_path
 def test_own_augmentation_gives_equal_bytes_on_two_ranks_and_after_a_resume(tmp_path, monkeypatch):
     mine = tmp_path / "mine.py"
     mine.write_text((EXAMPLES / "own_augmentation.py").read_text())
-    flags = [*f"{SMALL} --augmentation turned --log-dir {tmp_path} --plugin {mine}".split()]
+    flags = [*f"{SMALL} --augmentation turned --image-size 16 --log-dir {tmp_path} --plugin {mine}".split()]
     alone = ["--model-type=basic_cnn", "--batch-size=16", "--workers=1", "--gradient-accumulation-steps=2"]
     for name, epochs in (("one", 2), ("two", 1)):
         assert train_here(*alone, *flags, f"--run-name={name}", f"--epochs={epochs}").returncode == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,7 @@ def _load_fake(options: DataOptions) -> DatasetPair:
     return make_array_datasets(train, val, class_names, options, IMAGE_SIZE)
 
 
+@cache  # for programs that train several times
 def _waves(num_images: int, stream: int) -> ArraySource:
     """Generate noisy waves whose direction and color depend on the class; the labels cycle through 0, 1, ..."""
     generator = np.random.Generator(np.random.PCG64(stream))
