@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (505, 350),
-    "models": (1264, 900),
+    "models": (1263, 900),
     "zerovision/training/config": (792, 500),
     "zerovision/training/base": (1098, 550),
     "zerovision/training/world": (597, 450),
     "zerovision/training/data": (4201, 2900),
     "zerovision/training/recipe": (580, 650),
-    "zerovision/training/engines": (3008, 2250),
+    "zerovision/training/engines": (3007, 2250),
     "zerovision/training/checkpoint": (587, 600),
     "zerovision/training/tasks": (789, 400),
     "zerovision/training/observe": (1157, 1050),

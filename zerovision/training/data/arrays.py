@@ -62,8 +62,7 @@ def _load_digits(options: DataOptions) -> DatasetPair:
 def _load_fake(options: DataOptions) -> DatasetPair:
     """Generate 32 x 32 images, the same for every seed; they are resized when read if another size is requested."""
     train, val = _waves(FAKE_TRAIN_IMAGES, stream=0), _waves(FAKE_VAL_IMAGES, stream=1)
-    class_names = [f"wave-{label}" for label in range(FAKE_CLASSES)]
-    return make_array_datasets(train, val, class_names, options, IMAGE_SIZE)
+    return make_array_datasets(train, val, [f"wave-{label}" for label in range(FAKE_CLASSES)], options, IMAGE_SIZE)
 
 
 @cache  # for programs that train several times
