@@ -168,6 +168,19 @@ def test_batchnorm_for_another_number_of_channels_is_a_failure():
     assert forward_failure(nn.Sequential(*layers), 32, 2) is None
 
 
+def test_batchnorm_of_what_has_data_is_computed_during_a_size_check():
+    """As another thread may use it at the same moment."""
+    table, found = torch.arange(8.0).reshape(4, 2), []
+
+    class Normalizes(nn.Linear):
+        def forward(self, images):
+            found.append(nn.functional.batch_norm(table, None, None, training=True))
+            return super().forward(images.flatten(1))
+
+    assert forward_failure(Normalizes(3 * 8 * 8, 5), 8, 2) is None
+    assert torch.equal(found[0], nn.functional.batch_norm(table, None, None, training=True))
+
+
 def test_a_network_that_fake_tensors_do_not_take_is_not_refused():
     """Fake tensors alone cannot run it; on real ones it works."""
     assert forward_failure(timm.create_model("coat_tiny"), 224, 2) is None
