@@ -29,8 +29,8 @@ train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=15, TRAIN
 	@bash scripts/launch_distributed.sh mobilenet ddp 2 16 $(EPOCHS) $(TRAIN_FLAGS)
 
 test: setup-dev ## Run the tests: those of units side by side, then those that start ranks or a browser themselves
-	@bash tests/report/install_chromium.sh
-	$(BIN)/python -m pytest tests/unit -n 3 --dist worksteal
+	bash tests/report/install_chromium.sh & \
+	    $(BIN)/python -m pytest tests/unit -n 3 --dist worksteal; status=$$?; wait; exit $$status
 	$(BIN)/python -m pytest --ignore tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup-dev ## Run the tests that take minutes each, and more variants of the others
