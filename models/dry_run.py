@@ -10,6 +10,7 @@ import copy
 import itertools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import RunSettings
 
 BATCH_NORM = torch.batch_norm
+ONE_AT_A_TIME = threading.Lock()  # for whoever replaces it
 SMALL_IMAGE_PIXELS = 64
 STEPS_TO_TRY = (8, 14, 16, 32, 64)  # pixels; sides may have to be multiples of one of them
 SIZES_TO_TRY = (9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
@@ -56,15 +58,14 @@ def forward_failure(module: nn.Module, image_size: ImageSize, batch_size: int, i
     shape = (batch_size, image_channels, *sides(image_size))
     try:
         # The meta device is four times as fast as fake tensors.
-        with torch.no_grad(), mock.patch.object(torch, "batch_norm", _shape_after_batch_norm):
+        with torch.no_grad(), ONE_AT_A_TIME, mock.patch.object(torch, "batch_norm", _shape_after_batch_norm):
             output = without_data(module)(torch.empty(shape, device="meta"))
     except Exception:  # the network may still work, but mix in tensors of its own
         try:
             output = _forward_on_fake_tensors(module, shape)
         except Exception as error:  # layers that do not fit may raise any exception
             return f"{type(error).__name__}: {error}".partition("\n")[0]
-    dimensions = 3 if isinstance(module, Ensemble) else 2
-    if not isinstance(output, torch.Tensor) or output.ndim != dimensions:
+    if not isinstance(output, torch.Tensor) or output.ndim != (3 if isinstance(module, Ensemble) else 2):
         return "its output is not one row of logits per image"
     return None
 
