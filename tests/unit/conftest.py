@@ -20,6 +20,13 @@ def one_thread():
         yield
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """Draw the same numbers in a test whatever ran before it in the same process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A tmpfs of 64 KiB; skips where mounting is not permitted."""

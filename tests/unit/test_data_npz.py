@@ -10,11 +10,9 @@ from zerovision.models.sides import size_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 
-GENERATOR = np.random.default_rng(0)
-
 
 def arrays(shape=(28, 28)):
-    images = GENERATOR.integers(0, 256, (30, *shape), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (30, *shape), dtype=np.uint8)
     labels = (np.arange(30) % 10).astype(np.uint8)
     return {"x_train": images[:20], "y_train": labels[:20], "x_test": images[20:], "y_test": labels[20:]}
 
