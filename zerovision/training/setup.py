@@ -51,20 +51,23 @@ def build(run: Run) -> Run:
     Raises:
         UserError: on all ranks, for a mistake that any rank found.
     """
-    for add in (_add_task, _add_step, _add_model, _add_engine):
-        run = add(run)
-    readers = {"train": run.readers.train, "val": run.readers.val}
-    contents = ImageContents(run.folder, run.data, readers, run.world, run.loggers)
-    return dataclasses.replace(run, readers=dataclasses.replace(run.readers, contents=contents))
-
-
-def _add_task(run: Run) -> Run:
-    """Add the task, the assignment of samples to batches, and the learning rate schedule."""
-    config, world, task = run.config, run.world, asked_task(run.config)
+    config, world, data, found = run.config, run.world, run.data, run.start.found
+    task, head_epochs = asked_task(config), head_epochs_of(config)
     dealt = (world.data.size, task.views, run.start.groups, parallel_plan(config, world).gradient_shards)
-    plan = agreed(lambda: build_plan(config, run.data.train.source, *dealt), world)
-    schedule = build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs_of(config))
-    return dataclasses.replace(run, task=task, plan=plan, schedule=schedule)
+    plan = agreed(lambda: build_plan(config, data.train.source, *dealt), world)
+    schedule = build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs)
+    run = _add_step(dataclasses.replace(run, task=task, plan=plan, schedule=schedule))
+
+    built, flops = build_training_model(config, data, world, loads_weights=found is None)
+    flops = flops if config.features == "computed" else None
+    run = dataclasses.replace(run, model=RunModel(built, head_epochs=head_epochs, flops=flops))
+    if found is not None:
+        agreed(lambda: check_fit(found, config, identity_of(run), plan.steps_per_epoch, data), world)
+
+    run = _add_engine(run)
+    readers = {"train": run.readers.train, "val": run.readers.val}
+    contents = ImageContents(run.folder, data, readers, world, run.loggers)
+    return dataclasses.replace(run, readers=dataclasses.replace(run.readers, contents=contents))
 
 
 def _add_step(run: Run) -> Run:
@@ -82,22 +85,18 @@ def _add_step(run: Run) -> Run:
     return dataclasses.replace(run, step=step, readers=readers)
 
 
-def _add_model(run: Run) -> Run:
-    """Add the model, and reject a checkpoint that does not fit the run."""
-    config, found, data = run.config, run.start.found, run.data
-    built, flops = build_training_model(config, data, run.world, loads_weights=found is None)
-    flops = flops if config.features == "computed" else None
-    run = dataclasses.replace(run, model=RunModel(built, head_epochs=head_epochs_of(config), flops=flops))
-    if found is not None:
-        agreed(lambda: check_fit(found, config, identity_of(run), run.plan.steps_per_epoch, data), run.world)
-    return run
-
-
 def _add_engine(run: Run) -> Run:
     """Add the engine, the loggers and the averages of the weights."""
-    config, world, model = run.config, run.world, run.model
-    compiles = _compiles(run)
-    setup, ways = set_up_engine(config, model.built, run.precision, world, needing_torch(config), compiles=compiles)
+    config, world, built, train = run.config, run.world, run.model.built, run.data.train
+    # Do not compile if images go through the model twice (the first pass would be a different network, with different
+    # dropout), if the model is cut into stages, which end in the middle of a forward pass, or if ranks share layers.
+    compiles = (
+        not config.embedding
+        and config.features == "computed"  # otherwise nothing is left to compile
+        and config.ranks_per_replica == 1
+        and resolve_compile(config, config.epochs * len(train) * math.prod(train.preprocessing.sides), world)
+    )
+    setup, ways = set_up_engine(config, built, run.precision, world, needing_torch(config), compiles=compiles)
     run = run.changed(compile="on" if compiles else "off")
     run = dataclasses.replace(run, loggers=_open_loggers(run, setup, ways), model=_tuned(run))
     setup = dataclasses.replace(
@@ -118,20 +117,6 @@ def _add_engine(run: Run) -> Run:
         start=dataclasses.replace(run.start, events=setup.events),
         state=TrainState(engine, sums, Progress()),
         model=dataclasses.replace(run.model, averages=averages),
-    )
-
-
-def _compiles(run: Run) -> bool:
-    """Return whether to compile the model, with the same answer on all ranks; a collective."""
-    config, data = run.config, run.data
-    pixels = config.epochs * len(data.train) * math.prod(data.train.preprocessing.sides)
-    # Do not compile if images go through the model twice (the first pass would be a different network, with different
-    # dropout), if the model is cut into stages, which end in the middle of a forward pass, or if ranks share layers.
-    return (
-        not config.embedding
-        and config.features == "computed"  # otherwise nothing is left to compile
-        and config.ranks_per_replica == 1
-        and resolve_compile(config, pixels, run.world)
     )
 
 
@@ -175,17 +160,6 @@ def prepare(config: TrainConfig, world: World, start: Start) -> Run:
     agreed(lambda: resolve_precision(config.precision, world.device), world)
     agreed(lambda: check_files(config), world)
     data = agreed(lambda: load_data(data_options(config)), world)
-    run = Run(config=config, world=world, start=start, folder=create_folder(config, start, world), data=data)
-    with removed_if_refused(run.folder):
-        run = choose_checkpoint(run)
-    if run.config.threads_per_rank:
-        torch.set_num_threads(run.config.threads_per_rank)
-    notes = (*note_unused_flags(run.config), *run.start.notes)
-    return dataclasses.replace(run, start=dataclasses.replace(run.start, notes=notes))
-
-
-def create_folder(config: TrainConfig, start: Start, world: World) -> RunFolder:
-    """Create the run's folders on rank 0; see `create_run_folder`; a collective."""
 
     def create() -> RunFolder:
         if config.run_name:
@@ -196,4 +170,11 @@ def create_folder(config: TrainConfig, start: Start, world: World) -> RunFolder:
     log_dir, name = broadcast_object([str(created.log_dir), created.name] if created else None, world)
     if world.is_main:
         start.heartbeat.run_name(name)
-    return created or RunFolder(Path(log_dir), name)
+    folder = created or RunFolder(Path(log_dir), name)
+    run = Run(config=config, world=world, start=start, folder=folder, data=data)
+    with removed_if_refused(run.folder):
+        run = choose_checkpoint(run)
+    if run.config.threads_per_rank:
+        torch.set_num_threads(run.config.threads_per_rank)
+    notes = (*note_unused_flags(run.config), *run.start.notes)
+    return dataclasses.replace(run, start=dataclasses.replace(run.start, notes=notes))
