@@ -22,7 +22,7 @@ from zerovision.training.observe.observer import Seen, StepDone
 from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.scores import Scores
 from zerovision.training.world.collectives import error_on_any_rank, gather_objects
-from zerovision.training.world.signals import FAILED, StopDecision
+from zerovision.training.world.signals import FAILED
 
 # For groups that train independently: communication between groups may take longer than a step, so the result of a poll
 # is awaited only at the next poll.
@@ -49,7 +49,11 @@ class Accumulate:
 
 
 class EpochResult(NamedTuple):
-    """Measurements of one training epoch; `stop_signal` is 0 unless the epoch ended early (see `StopRequest.poll`)."""
+    """Measurements of one training epoch.
+
+    `data_wait_share` is averaged over the ranks; `stop_signal` is 0 unless the epoch ended early, see
+    `StopRequest.poll`.
+    """
 
     seconds: float
     images_per_second: float
@@ -82,14 +86,19 @@ def train_one_epoch(run: Run, batches: Iterable[Batch]) -> EpochResult:
         result = run.step(engine, StepInput(own_batches, seed_leaf, scale, partial(note, run)))
         state.progress = dataclasses.replace(state.progress, step=step + 1)
         run.observers.after_step(StepDone(position, result))
-        stop_signal, save_due = _poll(run, position, waiting.failure)
+        stop_signal, save_due = 0, False
+        if position % min(run.config.steps_alone, STEPS_BETWEEN_POLLS) == 0:
+            stop_signal, save_due = run.start.stop.poll(run.world, failure=waiting.failure)
         if stop_signal:
             break
         if step + 1 < plan.steps_per_epoch:
             run.observers.between_steps(save_due=save_due, failed=bool(waiting.failure))
     waiting.raise_error()
     run.observers.after_steps()
-    return _measure(run, first_step, start, spans, stop_signal)
+    seconds = max(time.perf_counter() - start, 1e-9)
+    own = {name: after - spans[name] for name, after in run.clock.seconds().items()}
+    data_wait_share = mean_shares(gather_objects(own, run.world))["data"]
+    return EpochResult(seconds, plan.images(first_step, state.progress.step) / seconds, data_wait_share, stop_signal)
 
 
 def note(
@@ -97,21 +106,6 @@ def note(
 ) -> None:
     """Pass a micro-batch to the observers; implements `zerovision.training.engines.engine.Note`."""
     run.observers.seen(Seen(batch, losses, logits, losses if evidence is None else evidence))
-
-
-def _poll(run: Run, position: int, failure: int) -> StopDecision:
-    """Return what the ranks must do after the step at `position`; a collective."""
-    if position % min(run.config.steps_alone, STEPS_BETWEEN_POLLS):
-        return StopDecision(0, False)
-    return run.start.stop.poll(run.world, failure=failure)
-
-
-def _measure(run: Run, first_step: int, start: float, before: dict[str, float], stop_signal: int) -> EpochResult:
-    """Return the measurements of the epoch, with the data wait averaged over the ranks; a collective."""
-    seconds = max(time.perf_counter() - start, 1e-9)
-    own = {name: after - before[name] for name, after in run.clock.seconds().items()}
-    images = run.plan.images(first_step, run.state.progress.step)
-    return EpochResult(seconds, images / seconds, mean_shares(gather_objects(own, run.world))["data"], stop_signal)
 
 
 @torch.no_grad()
@@ -217,16 +211,12 @@ class SafeBatches:
         if self._left == 0:
             raise StopIteration
         self._left -= 1
-        if self.error is not None:
-            return self._empty_batch()
-        try:
-            with self._run.clock.data:
-                return next(self._iterator)
-        except UserError as error:
-            self.error = error
-            return self._empty_batch()
-
-    def _empty_batch(self) -> Batch:
+        if self.error is None:
+            try:
+                with self._run.clock.data:
+                    return next(self._iterator)
+            except UserError as error:
+                self.error = error
         size, device = self._run.plan.batch_size_per_rank, self._run.world.device
         images = torch.zeros(size, *self._run.data.preprocessing.shape, device=device)
         weights = torch.zeros(size, device=device)

@@ -136,11 +136,6 @@ def identity_of(run: Run) -> dict[str, Any]:
     return run.task.identity | in_shards | facts
 
 
-def saved_identity(run: Run) -> dict[str, Any]:
-    """Return the result of `identity_of` plus the image preprocessing that the run keeps."""
-    return identity_of(run) | {NORMALIZATION: preparation_of(run.data)}
-
-
 def find_checkpoint(
     config: TrainConfig, folder: RunFolder, world: World, *, is_restart: bool
 ) -> tuple[Resumed | None, list[str]]:

@@ -41,7 +41,7 @@ from zerovision.training.observe.best_weights import bring_along, epoch_of, keep
 from zerovision.training.observe.device_use import DeviceGauge, run_point
 from zerovision.training.observe.new_run import removed_if_refused
 from zerovision.training.out_of_memory import describe_failure, is_out_of_memory
-from zerovision.training.resume import saved_identity
+from zerovision.training.resume import NORMALIZATION, identity_of, preparation_of
 from zerovision.training.setup import build, prepare
 from zerovision.training.steps.carrier import Run, Start
 from zerovision.training.steps.watch import watched
@@ -157,7 +157,7 @@ def train(run: Run, deliver: Deliver | None = None) -> int:
     config, world, state, start = run.config, run.world, run.state, run.start
     _restore_state(run)
     run = dataclasses.replace(run, clock=start_clock(world.device))
-    run, saver = watched(run, saved_identity(run))
+    run, saver = watched(run, identity_of(run) | {NORMALIZATION: preparation_of(run.data)})
     with removed_if_refused(run.folder):
         no_room = saver.check_room(is_new=start.found is None and not start.origin.restarts)
     announce_start(run)
