@@ -84,10 +84,12 @@ class Training:
         asked = False
         for _ in range(steps):
             self.step, self.now = self.step + 1, self.now + 1.0
-            answer, asked = asked, self.saver.is_due_by_time()
-            self.saver.note_outcome()
-            if answer or self.saver.is_due_by_steps(self.step):
-                self.save()
+            self.saver.before_step(self.step)
+            answer, asked = asked, self.stop.poll(ALONE).save_due
+            self.state.progress = self.progress
+            self.saver.between_steps(save_due=answer, failed=False)
+            if self.saver._thread is not None:
+                self.saver._thread.join()  # a save takes less than a step
 
     def save(self, write_best=None) -> None:
         self.state.progress = self.progress

@@ -73,13 +73,25 @@ class Saver(Observer):
         self._last_start = time.monotonic()
 
     def before_step(self, position: int) -> None:
-        if self.is_due_by_time():
+        """Request a save when the minutes between two saves have passed or a failed save is due for a retry.
+
+        Rank 0's clock decides; the other ranks learn about the decision from rank 0.
+        """
+        if not self._world.is_main:
+            return
+        minutes, now = self._config.save_every_minutes, time.monotonic()
+        if minutes > 0 and now - self._last_start >= 60 * minutes:
+            self._last_start = now
+            self._run.start.stop.request_save()
+        elif now >= self._backoff.retry_at:
+            self._backoff.retry_at = math.inf  # one retry after each failure
             self._run.start.stop.request_save()
 
     def between_steps(self, *, save_due: bool, failed: bool) -> None:
         """Save a checkpoint if one is due and no rank has failed; a collective."""
         self.note_outcome()
-        if save_due or self.is_due_by_steps(self._run.position):
+        every = self._config.save_every_steps
+        if save_due or (every > 0 and self._run.position % every == 0):
             self._guard.settle()
             if any(gather_objects(failed, self._world)):
                 self.wait()  # for the previous save
@@ -88,23 +100,6 @@ class Saver(Observer):
 
     def after_epoch(self, write_best: Callable[[], None] | None) -> None:
         self.save(write_best)
-
-    def is_due_by_time(self) -> bool:
-        """Return True once when the minutes between two saves have passed or a failed save is due for a retry.
-
-        Rank 0's clock decides. Other ranks always return False, and learn about the decision from rank 0.
-        """
-        if not self._world.is_main:
-            return False
-        minutes, now = self._config.save_every_minutes, time.monotonic()
-        if minutes > 0 and now - self._last_start >= 60 * minutes:
-            self._last_start = now
-            return True
-        return self._backoff.take_retry()
-
-    def is_due_by_steps(self, position: int) -> bool:
-        """Return whether a save is due after `position` steps of the run; the same on all ranks."""
-        return self._config.save_every_steps > 0 and position % self._config.save_every_steps == 0
 
     def check_room(self, *, is_new: bool) -> str:
         """Return a note if the disk has too little space for all checkpoints to keep, otherwise ''; a collective.
@@ -252,7 +247,8 @@ class Saver(Observer):
             save.error = self._write_and_commit(save, facts)
             if save.error is not None:
                 self._agree(lambda: discard(self._folder, save.name), only_main=True)
-                verdicts = gather_objects(self._backoff.has_expired(), self._world, self._world.save_group)
+                has_expired = self._backoff.failing_s() >= self._backoff.give_up_s
+                verdicts = gather_objects(has_expired, self._world, self._world.save_group)
                 save.is_last_try = verdicts[0]  # by rank 0's clock
         except Exception as error:  # if a rank died, the agreement fails, and so will the training steps
             save.error = one_line(f"{type(error).__name__}: {error}")
@@ -308,11 +304,15 @@ class Backoff:
     """Exponential backoff after failed saves, on one rank's clock.
 
     The next attempt follows when saves have been failing for twice as long as at the last attempt.
+
+    Attributes:
+        retry_at: the time of the next attempt; infinity if none is due.
+        give_up_s: number of seconds of failing saves after which no attempt follows.
     """
 
     def __init__(self) -> None:
         self._since: float | None = None  # time of the first failure since the last success
-        self._retry_at = math.inf
+        self.retry_at = math.inf
         self.give_up_s = GIVE_UP_SECONDS
 
     @property
@@ -323,28 +323,17 @@ class Backoff:
     def note(self, *, failed: bool) -> None:
         """Record whether a save failed."""
         if not failed:
-            self._since, self._retry_at = None, math.inf
+            self._since, self.retry_at = None, math.inf
             return
         if self._since is None:
             self._since = time.monotonic()
-        self._retry_at = time.monotonic() + self.delay_s()
+        self.retry_at = time.monotonic() + self.delay_s()
 
     def failing_s(self) -> float:
         """Return the number of seconds for which saves have been failing."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
-    def has_expired(self) -> bool:
-        """Return whether saves have been failing for too long to make another attempt."""
-        return self.is_failing and self.failing_s() >= self.give_up_s
-
     def delay_s(self) -> float:
         """Return the number of seconds between a failure now and the next attempt."""
         left_s = max(self.give_up_s - self.failing_s(), 0.0)
         return min(max(self.failing_s(), SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS, left_s)
-
-    def take_retry(self) -> bool:
-        """Return True once after each failure, when the next attempt is due."""
-        if time.monotonic() < self._retry_at:
-            return False
-        self._retry_at = math.inf
-        return True
