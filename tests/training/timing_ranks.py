@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from unittest import mock
 
@@ -20,8 +21,6 @@ from zerovision.training.base.timing import SpanClock, measured_communication
 from zerovision.training.data.loader import Loader
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.loop import train_one_epoch
-from zerovision.training.observe.device_use import name_hosts
-from zerovision.training.steps import step_metrics
 from zerovision.training.steps.carrier import Start
 from zerovision.training.world.world import World
 
@@ -53,10 +52,10 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     if sleeps and sleeps_in == "forward":
         engine.forward = sleeping_forward(engine.forward)
     plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
-    hosts, heard, clock = [f"{name}-{rank}" for rank, name in enumerate(name_hosts(world))], Recorder(), SpanClock()
+    host, heard, clock = f"{socket.gethostname()}-{world.rank}", Recorder(), SpanClock()
     loggers = Loggers([heard] if world.is_main else [])
     parts = {"loggers": loggers, "start": Start(), "clock": clock}
-    with mock.patch.object(step_metrics, "name_hosts", return_value=hosts):
+    with mock.patch("socket.gethostname", return_value=host):
         run = loop_run(world, engine, plan, settings={"log_every_steps": 6}, **parts)
     batches = Loader(make_small_data().train, plan, world.rank).epoch(0)
     if sleeps and sleeps_in == "data":

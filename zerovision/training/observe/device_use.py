@@ -11,7 +11,6 @@ import contextlib
 import math
 import resource
 import shutil
-import socket
 import time
 from pathlib import Path
 
@@ -95,26 +94,20 @@ class DeviceGauge:
             images_per_second: combined speed of all ranks.
         """
         world = self._world
-        tflops = mfu = utilization = free = None
+        tflops = mfu = free = None
         if self._flops is not None and self._flops.per_image is not None:
             tflops = images_per_second * self._flops.per_image / world.size / 1e12
         if world.device.type == "cuda":
             peak = peak_tflops(torch.cuda.get_device_name(world.device))
             mfu = tflops / peak if tflops is not None and peak is not None else None
-            utilization = self._gpu_utilization()
+            if time.monotonic() - self._asked_at >= SECONDS_BETWEEN_UTILIZATIONS:  # the query takes milliseconds
+                self._asked_at, self._utilization = time.monotonic(), None
+                # NVML can raise two dozen errors, e.g. in a container without permission or on a part of a GPU (MIG).
+                with contextlib.suppress(Exception):
+                    self._utilization = torch.cuda.utilization(world.device) / 100
         with contextlib.suppress(OSError):  # a disk that has become unavailable is no reason to stop
             free = shutil.disk_usage(self._folder.path).free
-        return DeviceUse(*_memory(world.device), tflops, mfu, utilization, free)
-
-    def _gpu_utilization(self) -> float | None:
-        """Return the recent share of time in which any kernel ran, from NVML; the query takes milliseconds."""
-        now = time.monotonic()
-        if now - self._asked_at >= SECONDS_BETWEEN_UTILIZATIONS:
-            self._asked_at, self._utilization = now, None
-            # NVML can raise two dozen errors, e.g. in a container without permission or on a part of a GPU (MIG).
-            with contextlib.suppress(Exception):
-                self._utilization = torch.cuda.utilization(self._world.device) / 100
-        return self._utilization
+        return DeviceUse(*_memory(world.device), tflops, mfu, self._utilization, free)
 
 
 def run_point(step: int, images: int, spans: dict[str, float], gauge: DeviceGauge, world: World) -> RunPoint:
@@ -145,11 +138,6 @@ def run_point(step: int, images: int, spans: dict[str, float], gauge: DeviceGaug
 def peak_memory_per_rank(world: World) -> list[int]:
     """Return the peak memory of each rank in bytes, as defined in `DeviceUse`; a collective."""
     return gather_objects(_memory(world.device)[0], world)
-
-
-def name_hosts(world: World) -> list[str]:
-    """Return the name of each rank's machine; a collective."""
-    return gather_objects(socket.gethostname(), world)
 
 
 def _memory(device: torch.device) -> tuple[int, int, int | None]:

@@ -7,6 +7,7 @@ therefore compares the ranks' work: their time outside collectives, without poss
 from __future__ import annotations
 
 import math
+import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,11 @@ import torch
 
 from zerovision.training.base.points import StepPoint
 from zerovision.training.base.timing import ABSORBING, SPANS, mean_shares
-from zerovision.training.observe.device_use import DeviceGauge, name_hosts
+from zerovision.training.observe.device_use import DeviceGauge
 from zerovision.training.observe.observer import Observer, StepDone
 from zerovision.training.steps.carrier import Run
 from zerovision.training.steps.nonfinite_steps import NonFiniteGuard
-from zerovision.training.world.collectives import gather_rows
+from zerovision.training.world.collectives import gather_objects, gather_rows
 
 SLOW_FACTOR = 1.3
 CONSECUTIVE_POINTS = 2
@@ -114,7 +115,8 @@ class StepMetrics(Observer):
 
     def __init__(self, run: Run, guard: NonFiniteGuard) -> None:
         self._run, self._guard = run, guard
-        self._hosts, self._gauge = name_hosts(run.world), DeviceGauge(run.world, run.folder, run.model.flops)
+        self._hosts = gather_objects(socket.gethostname(), run.world)
+        self._gauge = DeviceGauge(run.world, run.folder, run.model.flops)
         self._slow_ranks, self._fewest_steps = SlowRankDetector(), 1
         self._steps = -1  # since the last point, -1 before the first step of an epoch
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from zerovision.training.base.heartbeat import HeartbeatWriter
@@ -66,13 +65,23 @@ def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
         run: the built run.
         identity: see `Manifest.identity`.
     """
-    guard = guard_of(run, run.config.max_bad_steps)
-    saver = Saver(run, identity, guard)
-    observers = [*every_step(run, guard), *_asked_for(run), Heartbeats(run.start.heartbeat), saver]
+    config, data, steps_per_epoch = run.config, run.data, run.plan.steps_per_epoch
+    guard = guard_of(run, config.max_bad_steps)
+    saver, observers = Saver(run, identity, guard), every_step(run, guard)
+    if config.log_hashes:
+        observers.append(StepHashes(config.log_hashes, run.world, run.plan.leaves, run.state.engine, run.loggers))
+    if data.sets is None and not config.embedding and config.features != "cached" and len(data.train) <= MOST_IMAGES:
+        observers.append(SampleHistory(run.folder.path, run.world, config.epochs, steps_per_epoch))
+    if config.profile and run.world.is_main:
+        from zerovision.training.observe.profiler import StepProfiler
+
+        folder = run.folder.path / "profile"
+        observers.append(StepProfiler(config.profile, steps_per_epoch, folder, run.clock, run.loggers))
+    observers += [Heartbeats(run.start.heartbeat), saver]
     run = dataclasses.replace(run, observers=Observers(observers, run.clock))
-    if run.config.audit:
+    if config.audit:
         leaves = run.plan.accumulation_steps
-        step = Audited(run.step, run.config.audit, run.world, leaves, lambda: run.position, run.loggers)
+        step = Audited(run.step, config.audit, run.world, leaves, lambda: run.position, run.loggers)
         run = dataclasses.replace(run, step=step)
     return run, saver
 
@@ -86,16 +95,3 @@ def guard_of(run: Run, most_consecutive: int) -> NonFiniteGuard:
 def every_step(run: Run, guard: NonFiniteGuard) -> list[Observer]:
     """Return the observers that every run has, in the order in which they process a step; a collective."""
     return [guard, EpochSums(run.state.sums), WeightUpdates(run.model.averages), StepMetrics(run, guard)]
-
-
-def _asked_for(run: Run) -> Iterator[Observer]:
-    """Yield the observers that only some runs have."""
-    config, data, steps_per_epoch = run.config, run.data, run.plan.steps_per_epoch
-    if config.log_hashes:
-        yield StepHashes(config.log_hashes, run.world, run.plan.leaves, run.state.engine, run.loggers)
-    if data.sets is None and not config.embedding and config.features != "cached" and len(data.train) <= MOST_IMAGES:
-        yield SampleHistory(run.folder.path, run.world, config.epochs, steps_per_epoch)
-    if config.profile and run.world.is_main:
-        from zerovision.training.observe.profiler import StepProfiler
-
-        yield StepProfiler(config.profile, steps_per_epoch, run.folder.path / "profile", run.clock, run.loggers)

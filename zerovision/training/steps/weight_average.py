@@ -45,8 +45,12 @@ class WeightAverages(Averages):
 
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
         """See `Averages`."""
-        if self._lookahead_steps:
-            self._pull(applied, step)
+        if self._lookahead_steps and (step % self._lookahead_steps == 0 or step % self._steps_per_epoch == 0):
+            # Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead, the first
+            # pull only copies the weights to the slow weights; as in timm's train.py, each epoch ends with a pull.
+            is_first = step == min(self._lookahead_steps, self._steps_per_epoch)
+            # `applied` is converted to a number, even if it is on the device: a skipped step causes no pull.
+            self._engine.change_weights(partial(_pull_slow_weights, share=applied * 1.0, is_first=is_first))
         if self._decay and applied is not False:
             self._update_ema(applied, step)
 
@@ -76,18 +80,6 @@ class WeightAverages(Averages):
             torch._foreach_lerp_(averages, weights, weight)
         self._engine.buffers.update_averages(weight * applied)
 
-    def _pull(self, applied: bool | torch.Tensor, step: int) -> None:
-        """If a pull is due, move the slow weights toward the fast ones, which continue from there.
-
-        Source: Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead, the first
-        pull only copies the weights to the slow weights; as in timm's train.py, each epoch ends with a pull. A skipped
-        step, which does not change the weights, causes no pull.
-        """
-        if step % self._lookahead_steps == 0 or step % self._steps_per_epoch == 0:
-            is_first = step == min(self._lookahead_steps, self._steps_per_epoch)
-            # `applied` is converted to a number, even if it is on the device.
-            self._engine.change_weights(partial(_pull_slow_weights, share=applied * 1.0, is_first=is_first))
-
 
 def ema_decay_at(step: int, decay: float) -> float:
     """Return the EMA's decay in a step of the run, counted from 1; in the first step, the decay is 0.
@@ -100,7 +92,7 @@ def ema_decay_at(step: int, decay: float) -> float:
 def _pull_slow_weights(
     weights: torch.Tensor, state: dict[str, torch.Tensor], *, share: float | torch.Tensor, is_first: bool
 ) -> None:
-    """Pull the weights if `share` is 1; leave them unchanged if it is 0."""
+    """Move the slow weights toward the fast ones, which continue from there, if `share` is 1; do nothing if it is 0."""
     slow = state[SLOW_WEIGHTS]
     if is_first:
         slow.copy_(weights)
