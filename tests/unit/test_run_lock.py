@@ -156,7 +156,7 @@ def test_a_full_disk_refuses_a_new_run_and_lets_a_restart_be_tried_again(tmp_pat
     def write(*_) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("zerovision.training.observe.new_run.check_renames", write)
+    monkeypatch.setattr("zerovision.training.observe.new_run._check_renames", write)
     config = TrainConfig(run_name="digits", log_dir=str(tmp_path))
     with pytest.raises(error, match=rf"^--log-dir {tmp_path}: cannot write there \(No space left on device\)[.;] "):
         create_run_folder(config, Origin("launch", restarts=restarts))

@@ -150,23 +150,6 @@ def unfinished(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name[:100]}.{process_space()}+{os.getpid()}+{process_start_ticks('self')}.{kind}")
 
 
-def check_renames(folder: Path) -> None:
-    """Try the renames that every save needs (a folder that contains a file, a file onto a file); leave nothing behind.
-
-    Raises:
-        OSError: if the file system, such as a mounted object store, does not support these renames.
-    """
-    place = unfinished(folder / "renames", "tmp")
-    try:
-        (place / "new").mkdir(parents=True)
-        for name in ("file", "other"):
-            (place / "new" / name).write_text(name)
-        (place / "new").rename(place / "old")
-        os.replace(place / "old" / "file", place / "old" / "other")
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
 def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bool = False) -> None:
     """Remove the unfinished files and folders of dead processes from a folder.
 

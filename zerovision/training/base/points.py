@@ -217,11 +217,6 @@ def epoch_line(point: EpochPoint) -> str:
     )
 
 
-def step_line(point: StepPoint) -> str:
-    """Return the plain-text line of a logging point."""
-    return f"epoch {point.epoch}  step {point.step_of_epoch}/{point.steps_per_epoch}  {step_numbers(point)}"
-
-
 def step_numbers(point: StepPoint) -> str:
     """Return a logging point's numbers, without its position."""
     skipped = f"  skipped {point.skipped_steps}" if point.skipped_steps else ""

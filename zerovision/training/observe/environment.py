@@ -5,6 +5,7 @@ Importing this module does not import torch, because launchers and `doctor` use 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import platform
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from zerovision import __version__
 from zerovision.training.base.control_groups import cpu_quota, usable_cores
+from zerovision.training.base.files import sha256_of
 from zerovision.training.base.run_folder import CHECKOUT, REPO_ROOT
 
 if TYPE_CHECKING:
@@ -69,16 +71,12 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
 def software(plugins: str = "") -> dict[str, str]:
     """Return what must match on all machines: the versions of Python and libraries, and hashes of code and plug-ins."""
     libraries = {name: package_version(name) or "none" for name in LIBRARIES}
-    return {"Python": platform.python_version(), **libraries, "code": code_fingerprint(REPO_ROOT)} | {
-        file.rpartition("@")[0]: _sha256(file.rpartition("@")[0]) for file in plugins.split(",") if file
-    }
-
-
-def _sha256(path: str) -> str:
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
-        return "none"
+    found = {"Python": platform.python_version(), **libraries, "code": code_fingerprint(REPO_ROOT)}
+    for path in (file.rpartition("@")[0] for file in plugins.split(",") if file):
+        found[path] = "none"
+        with contextlib.suppress(OSError):
+            found[path] = sha256_of(Path(path))
+    return found
 
 
 def code_fingerprint(root: Path) -> str:

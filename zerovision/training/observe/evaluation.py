@@ -15,7 +15,6 @@ import torch
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import replacing_folder, write_json
 from zerovision.training.base.run_folder import SCORES
-from zerovision.training.tasks.class_counts import ClassCounts
 from zerovision.training.tasks.scores import SampleScores, Scores, count_classes
 
 CALIBRATION_BINS = 15
@@ -34,18 +33,24 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
     Returns:
         A dict with `samples`, `loss` (nats), `loss_standard_error`, `top1`, `top5`, `balanced_accuracy` and `ece`;
             `auroc` and `map` if they were computed; `macro` and `weighted`, each with precision, recall and f1;
-            `classes` (see `class_scores`); `calibration` (see `calibration_bins`); `confusion` (see `confusion_cells`);
-            `worst` and `typical` (see `worst_samples` and `typical_samples`); and `judged` (see `judged_images`).
-            Shares are in 0..1. With several labels per image, the dict also contains `task`, each class has a
-            `threshold`, and `confusion`, `worst` and `typical` are empty.
+            `classes`, each with name, support, predicted, precision, recall and f1 (see `ClassCounts`; a ratio with
+            denominator 0 is 0, as in scikit-learn with zero_division=0); `calibration` (see `calibration_bins`);
+            `confusion`, `worst` and `typical` (see `_of_one_label`); and `judged` (see `judged_images`). Shares are in
+            0..1. With several labels per image, the dict also contains `task`, each class has a `threshold`, and
+            `confusion`, `worst` and `typical` are empty.
     """
     details = scores.details
     if details is None:
         raise ValueError("these scores have no details: use those of an evaluation")
     counts = count_classes(scores, len(class_names))
-    classes, thresholds = class_scores(counts, class_names), scores.thresholds
-    if thresholds is not None:
-        classes = [one | {"threshold": float(threshold)} for one, threshold in zip(classes, thresholds, strict=True)]
+    names = ("support", "predicted", "precision", "recall", "f1")
+    columns = {"name": class_names} | {name: getattr(counts, name).tolist() for name in names}
+    if scores.thresholds is None:
+        selected = _of_one_label(details, len(class_names), name_of)
+    else:
+        columns["threshold"] = scores.thresholds.tolist()
+        selected = {"confusion": [], "worst": [], "typical": []}
+    classes = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     bins = calibration_bins(details)
     return {
         **({"task": scores.task} if scores.task else {}),
@@ -61,9 +66,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         "weighted": _average(classes, [one["support"] for one in classes]),
         "classes": classes,
         "calibration": bins,
-        "confusion": confusion_cells(details, len(class_names)) if thresholds is None else [],
-        "worst": worst_samples(details, name_of) if thresholds is None else [],
-        "typical": typical_samples(details, name_of) if thresholds is None else [],
+        **selected,
         "judged": judged_images(details, name_of),
     }
 
@@ -93,28 +96,49 @@ def check_replaceable(
         raise UserError(f"'{folder}' exists and contains no {kind}: move it away, or {cure}.")
 
 
-def confusion_cells(details: SampleScores, num_classes: int) -> list[list[int]]:
-    """Return [true class, predicted class, number of samples] for every pair of classes that occurs, sorted."""
+def _of_one_label(details: SampleScores, num_classes: int, name_of: Callable[[int], str]) -> dict[str, Any]:
+    """Return what scores.json shows of single samples if each has one label.
+
+    Returns:
+        `confusion`, the rows [true class, predicted class, number of samples] of every pair of classes that occurs,
+            sorted; `worst`, up to 24 samples by decreasing loss, misclassified samples first; `typical`, the correctly
+            classified sample with the smallest loss of each class that has one, for up to 24 classes. Each sample is a
+            dict with its index, name, label, prediction, confidence and loss.
+    """
     cells, counts = torch.unique(details.labels * num_classes + details.predictions, return_counts=True)
-    return [[*divmod(cell, num_classes), count] for cell, count in zip(cells.tolist(), counts.tolist(), strict=True)]
+    losses, is_right = details.losses.numpy(), details.is_right.numpy()
+    right = is_right.nonzero()[0]
+    right = right[np.argsort(losses[right], kind="stable")]
+    _, firsts = np.unique(details.labels.numpy()[right], return_index=True)
+
+    def described(places: np.ndarray) -> list[dict[str, Any]]:
+        return [
+            {
+                "index": int(details.indices[place]),
+                "name": name_of(int(details.indices[place])),
+                "label": int(details.labels[place]),
+                "prediction": int(details.predictions[place]),
+                "confidence": float(details.confidences[place]),
+                "loss": float(details.losses[place]),
+            }
+            for place in places.tolist()
+        ]
+
+    return {
+        "confusion": [
+            [*divmod(cell, num_classes), count] for cell, count in zip(cells.tolist(), counts.tolist(), strict=True)
+        ],
+        "worst": described(np.lexsort((-losses, is_right))[:WORST_SAMPLES]),
+        "typical": described(right[firsts[:TYPICAL_SAMPLES]]),
+    }
 
 
 def dense_confusion(cells: Sequence[Sequence[int]], num_classes: int) -> torch.Tensor:
-    """Convert the result of `confusion_cells` to a matrix, int64 [true classes, predicted classes]."""
+    """Convert `confusion` in scores.json to a matrix, int64 [true classes, predicted classes]."""
     confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
     for true, predicted, count in cells:
         confusion[true, predicted] = count
     return confusion
-
-
-def class_scores(counts: ClassCounts, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the name, support, predicted, precision, recall and f1 of each class; see `ClassCounts`.
-
-    A ratio with denominator 0 is 0, as in scikit-learn with zero_division=0.
-    """
-    names = ("support", "predicted", "precision", "recall", "f1")
-    columns = (class_names, *(getattr(counts, name).tolist() for name in names))
-    return [dict(zip(("name", *names), row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def calibration_bins(details: SampleScores) -> list[dict[str, Any]]:
@@ -150,40 +174,6 @@ def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
     filled = [one for one in bins if one["samples"]]
     gaps = sum(one["samples"] * abs(one["accuracy"] - one["confidence"]) for one in filled)
     return float(gaps / max(sum(one["samples"] for one in filled), 1))
-
-
-def worst_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Return up to 24 samples by decreasing loss, misclassified samples first.
-
-    Each sample is a dict with its index, name, label, prediction, confidence and loss.
-    """
-    order = np.lexsort((-details.losses.numpy(), details.is_right.numpy()))[:WORST_SAMPLES]
-    return _described(details, order, name_of)
-
-
-def typical_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Return the correctly classified sample with the smallest loss of each class, for up to 24 classes.
-
-    Classes without a correctly classified sample are skipped. For the fields of a sample, see `worst_samples`.
-    """
-    right = details.is_right.numpy().nonzero()[0]
-    order = right[np.argsort(details.losses.numpy()[right], kind="stable")]
-    _, firsts = np.unique(details.labels.numpy()[order], return_index=True)
-    return _described(details, order[firsts[:TYPICAL_SAMPLES]], name_of)
-
-
-def _described(details: SampleScores, places: np.ndarray, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "index": int(details.indices[place]),
-            "name": name_of(int(details.indices[place])),
-            "label": int(details.labels[place]),
-            "prediction": int(details.predictions[place]),
-            "confidence": float(details.confidences[place]),
-            "loss": float(details.losses[place]),
-        }
-        for place in places.tolist()
-    ]
 
 
 def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from zerovision.training.base.errors import AnotherStartNeededError, UserError, one_line, shown
-from zerovision.training.base.files import check_renames, remove_leftovers
+from zerovision.training.base.files import remove_leftovers, unfinished
 from zerovision.training.base.heartbeat import LAUNCH_VARIABLE, RESTARTS_VARIABLE
 from zerovision.training.base.run_folder import CHECKPOINTS, EXPORT, LAST, WEIGHTS, RunFolder, log_folder, slug
 from zerovision.training.observe.settings import ObserveSettings
@@ -283,8 +283,18 @@ def named_after_data(config: TrainConfig) -> TrainConfig:
 
 
 def _check_renames(folder: RunFolder) -> None:
+    """Try the renames that every save needs (a folder that contains a file, a file onto a file); leave nothing behind.
+
+    Raises:
+        UserError: if the file system, such as a mounted object store, does not support these renames.
+    """
+    place = unfinished(folder.checkpoints / "renames", "tmp")
     try:
-        check_renames(folder.checkpoints)
+        (place / "new").mkdir(parents=True)
+        for name in ("file", "other"):
+            (place / "new" / name).write_text(name)
+        (place / "new").rename(place / "old")
+        os.replace(place / "old" / "file", place / "old" / "other")
     except OSError as error:
         if error.filename2 is None:  # not a failed rename, but a lack of space or permission
             raise
@@ -292,6 +302,8 @@ def _check_renames(folder: RunFolder) -> None:
             f"--log-dir {folder.log_dir}: files cannot be renamed there ({error.strerror}), which checkpoints need. "
             "Use a folder on a disk or a file server, and copy the run when it is done."
         ) from None
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def remove_leftovers_of_run(run: Path, ours: Collection[str] = ()) -> None:

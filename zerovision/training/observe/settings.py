@@ -35,10 +35,7 @@ class ObserveSettings(CheckpointSettings, TaskSettings, EngineSettings):
     tensorboard: bool = option(True, "Write TensorBoard event files; false: never, whatever --loggers says.")
     report: bool = option(True, "When the run ends, write report.html, which shows the run on one page.")
     profile: int = option(
-        0,
-        "Number of steps of the first epoch to trace on rank 0 with torch.profiler; 0: no trace.",
-        low=0,
-        high=10_000,
+        0, "Number of steps of the first epoch to trace on rank 0 with torch.profiler; 0: no trace.", low=0, high=10_000
     )
 
     @property

@@ -55,8 +55,8 @@ class StepHashes(Observer):
         self._every, self._world, self._step_leaves = every, world, leaves
         self._engine, self._loggers, self._position = engine, loggers, 0
         named = [*engine.module.named_parameters()]
-        is_whole = world.replica.size == 1  # otherwise a rank has only the gradients of a part of the network
-        is_whole = is_whole and not any(isinstance(parameter, DTensor) for _, parameter in named)
+        # Otherwise, a rank has only the gradients of a part of the network.
+        is_whole = world.replica.size == 1 and not any(isinstance(parameter, DTensor) for _, parameter in named)
         self._trained = [item for item in named if item[1].requires_grad and is_whole]
         self._hooks: list[Any] = []
         self._gradients: dict[str, int] = {}

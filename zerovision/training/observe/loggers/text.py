@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +19,6 @@ from zerovision.training.base.points import (
     epoch_line,
     flatten,
     run_lines,
-    step_line,
     step_numbers,
 )
 from zerovision.training.base.run_folder import RunFolder
@@ -48,7 +46,8 @@ class LineLogger(RunLogger):
     """Logs everything as lines of text."""
 
     def steps(self, point: StepPoint) -> None:
-        self.message(step_line(point))
+        position = f"epoch {point.epoch}  step {point.step_of_epoch}/{point.steps_per_epoch}"
+        self.message(f"{position}  {step_numbers(point)}")
 
     def epoch(self, point: EpochPoint) -> None:
         self.message(epoch_line(point))
@@ -80,25 +79,11 @@ class ConsoleLogger(LineLogger):
         """Update the progress bar, or print a line every ten seconds."""
         if self._is_quiet:
             return
-        if self._use_bar:
-            self._move_bar(point)
-        elif time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES:
-            super().steps(point)
-            self._last_line_at = time.monotonic()
-
-    def epoch(self, point: EpochPoint) -> None:
-        """Replace the progress bar with the epoch's line."""
-        self.close()
-        if not self._is_quiet:
-            super().epoch(point)
-
-    def close(self) -> None:
-        """Remove the progress bar."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _move_bar(self, point: StepPoint) -> None:
+        if not self._use_bar:
+            if time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES:
+                super().steps(point)
+                self._last_line_at = time.monotonic()
+            return
         if self._bar is None:
             columns = (
                 TextColumn(f"epoch {point.epoch}"),
@@ -112,6 +97,18 @@ class ConsoleLogger(LineLogger):
         (task,) = self._bar.task_ids
         self._bar.update(task, completed=point.step_of_epoch, description=step_numbers(point))
 
+    def epoch(self, point: EpochPoint) -> None:
+        """Replace the progress bar with the epoch's line."""
+        self.close()
+        if not self._is_quiet:
+            super().epoch(point)
+
+    def close(self) -> None:
+        """Remove the progress bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
 
 class TextLogger(LineLogger):
     """Appends lines to logs/training.log, which all runs share; each line starts with the time and the run's name."""
@@ -121,8 +118,7 @@ class TextLogger(LineLogger):
         self._run_name = folder.name
 
     def message(self, message: str) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._file.write(f"{stamp} {self._run_name} {message}\n")
+        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._run_name} {message}\n")
 
     def close(self) -> None:
         self._file.close()
@@ -151,7 +147,9 @@ class JsonLinesLogger(EventLogger):
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        _cut_unfinished_line(folder.metrics)
+        if folder.metrics.exists():  # a killed run may have left a partial line, which the next line would continue
+            content = folder.metrics.read_bytes()
+            os.truncate(folder.metrics, content.rfind(b"\n") + 1)
         self._file = folder.metrics.open("a", encoding="utf-8", buffering=1)
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
@@ -159,12 +157,3 @@ class JsonLinesLogger(EventLogger):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    """Remove a partial line that a killed run may have left, so that the next line does not continue it."""
-    if path.exists():
-        content = path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            os.truncate(path, end)
