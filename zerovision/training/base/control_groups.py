@@ -96,7 +96,10 @@ def free_memory(root: Path = ROOT) -> int:
     for limit, path in _memory_limits(root):
         used = path.with_name("memory.usage_in_bytes" if path.name == OLD_LIMIT else "memory.current")
         with contextlib.suppress(OSError, ValueError):
-            found.append(limit - int(used.read_text()) + _kept_files(path.with_name("memory.stat")))
+            found.append(limit - int(used.read_text()))
+            statistics = path.with_name("memory.stat").read_text()
+            if kept := re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE):  # the kernel can reclaim it
+                found[-1] += int(kept[1])
     return min(found)
 
 
@@ -106,14 +109,6 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
         for path in group_files("memory", name, OLD_LIMIT, root):
             with contextlib.suppress(OSError, ValueError):  # no such group, or 'max'
                 yield int(path.read_text()), path
-
-
-def _kept_files(statistics: Path) -> int:
-    """Return how many bytes of a control group's file cache the kernel can reclaim."""
-    with contextlib.suppress(OSError):
-        if kept := re.search(r"^inactive_file (\d+)$", statistics.read_text(), re.MULTILINE):
-            return int(kept[1])
-    return 0
 
 
 def bytes_by_name(text: str) -> dict[str, int]:

@@ -150,7 +150,7 @@ class HeartbeatWriter:
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
 
     def _write(self, phase: str, step: int, allowed_s: float, exit_code: int | None = None) -> None:
-        if self._folder is None or self._descriptor < 0:
+        if self._descriptor < 0:
             return
         now, clock, short = time.time(), time.monotonic(), phase[:LONGEST_NAME]
         beat = Heartbeat(self._rank, self._host, os.getpid(), short, step, now, clock, allowed_s, exit_code)

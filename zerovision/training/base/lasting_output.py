@@ -79,8 +79,8 @@ class _UnhurriedFile(_LastingFile):
         Later output is written directly, or may be lost if the limit was reached.
         """
         with self._changed:
-            is_done = self._changed.wait_for(lambda: not self._waiting, seconds)
-            self._process = 0 if is_done else self._process
+            if self._changed.wait_for(lambda: not self._waiting, seconds):
+                self._process = 0
 
     def _write_waiting(self) -> None:
         while True:

@@ -46,14 +46,8 @@ def _load(file: str) -> str:
     if wanted and digest != wanted:
         raise UserError(f"{FLAG} {given}: the file has changed: its sha256 begins with {digest}, not with {wanted}.")
     name = f"zerovision_plugin_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
-    if name not in _LOADED:
-        _import(name, path, content, given)
-        _LOADED[name] = f"{path}@{digest}"
-    return f"{path}@{digest}"
-
-
-def _import(name: str, path: Path, content: bytes, given: str) -> None:
-    """Execute the contents of a file as a module that can be imported by name."""
+    if name in _LOADED:
+        return f"{path}@{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
         raise UserError(f"{FLAG} {given}: expected a file whose name ends with .py.")
@@ -65,6 +59,8 @@ def _import(name: str, path: Path, content: bytes, given: str) -> None:
         frame = error.__traceback__.tb_next if error.__traceback__ else None
         line = f", line {frame.tb_lineno}" if frame else ""
         raise UserError(f"{FLAG} {given}{line}: {type(error).__name__}: {one_line(error).rstrip('.')}.") from error
+    _LOADED[name] = f"{path}@{digest}"
+    return _LOADED[name]
 
 
 def files_in(words: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,12 @@ class Progress:
 
     def after_epoch(self, score: float, loss: float, *, is_best: bool, has_diverged: bool) -> Progress:
         """Return the progress at the start of the next epoch, given this epoch's validation merit and loss."""
+        best: dict[str, Any] = {"best_score": score, "best_epoch": self.epoch + 1, "best_loss": loss} if is_best else {}
         return dataclasses.replace(
             self,
+            **best,
             epoch=self.epoch + 1,
             step=0,
-            best_score=score if is_best else self.best_score,
-            best_epoch=self.epoch + 1 if is_best else self.best_epoch,
-            best_loss=loss if is_best else self.best_loss,
             epochs_without_better=0
             if is_best and self.is_beaten_by(score, math.inf)
             else self.epochs_without_better + 1,

@@ -124,8 +124,6 @@ class SpanClock:
 class Span(AbstractContextManager[None]):
     """A named part of the time; a reusable context manager."""
 
-    __slots__ = ("_clock", "_name")
-
     def __init__(self, clock: SpanClock, name: str) -> None:
         self._clock, self._name = clock, name
 
