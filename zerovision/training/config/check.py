@@ -24,19 +24,8 @@ from zerovision.training.engines.ways import NOT_COMPILED, OF_CLASSES, OUR_ENGIN
 from zerovision.training.observe.loggers import LOGGERS
 from zerovision.training.observe.new_run import run_folder
 from zerovision.training.recipe import read_tune
-from zerovision.training.recipe.rules import (
-    MATRIX_RULES,
-    SHIFTED_RATE,
-    check_optimizer,
-    read_fallback,
-    read_options,
-)
-from zerovision.training.recipe.schedule import (
-    given_decay,
-    has_slow_backbone,
-    head_epochs_of,
-    schedule_fields,
-)
+from zerovision.training.recipe.rules import MATRIX_RULES, SHIFTED_RATE, check_optimizer, read_fallback, read_options
+from zerovision.training.recipe.schedule import given_decay, has_slow_backbone, head_epochs_of, schedule_fields
 from zerovision.training.tasks.settings import LOSSES, TASKS, asked_task
 
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces with a different one
@@ -187,7 +176,11 @@ def _restrictions(config: TrainConfig) -> Iterator[tuple[str, Values]]:
 def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield contradictions between settings."""
     for name, allowed in _restrictions(config):
-        yield from _wrong_values(config, of, f"{of[name]} {getattr(config, name)}", allowed)
+        for other, values in allowed.items():
+            if (value := getattr(config, other)) not in values:
+                cure = f"leave {of[other]} out" if value is True or values == ("",) else f"use {of[other]} {values[0]}"
+                given = of[other] if value is True else f"{of[other]} {shown(value)}"
+                yield f"{of[name]} {getattr(config, name)} cannot be combined with {given}: {cure}."
     if config.solver == "lbfgs" and not config.weight_decay:
         yield f"{of['solver']} lbfgs needs a {of['weight_decay']} above 0: without it there may be no minimum."
     for mode in MODES:
@@ -196,15 +189,6 @@ def _contradictions(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         yield f"{of['base_batch_size']}: {of['learning_rate']} auto searches at this batch size: use auto alone."
     if config.mixup_off_epochs > config.epochs:
         yield f"{of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has only {plural(config.epochs, 'epoch')}."
-
-
-def _wrong_values(config: TrainConfig, of: Mapping[str, str], setting: str, allowed_of: Values) -> Iterator[str]:
-    """Yield a mistake for each value that cannot be combined with `setting`, a text such as `--compile on`."""
-    for name, allowed in allowed_of.items():
-        if (value := getattr(config, name)) not in allowed:
-            cure = f"leave {of[name]} out" if value is True or allowed == ("",) else f"use {of[name]} {allowed[0]}"
-            given = of[name] if value is True else f"{of[name]} {shown(value)}"
-            yield f"{setting} cannot be combined with {given}: {cure}."
 
 
 def _rules_of(config: TrainConfig) -> Iterator[tuple[str, str, str]]:

@@ -147,9 +147,13 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             word, equals, _ = unknown[0].partition("=")
             flags = [*self.flags, *others]
-            is_flag = word.startswith("-") or bool(equals)  # Ultralytics writes imgsz=224
-            names = [*flags, *(str(action.metavar or action.dest) for action in self._get_positional_actions())]
-            hint = (ours(word, names) or nearest(plain(word), flags)) if is_flag else _as_data(word, flags)
+            path, hint = os.path.expanduser(word), ""
+            if word.startswith("-") or equals:  # Ultralytics writes imgsz=224
+                names = [*flags, *(str(action.metavar or action.dest) for action in self._get_positional_actions())]
+                hint = ours(word, names) or nearest(plain(word), flags)
+            elif os.path.isdir(path) or (os.path.isfile(path) and path.lower().endswith(DATA_EXTENSIONS)):
+                flag = next((flag for flag in ("--check-data", "--data") if flag in flags), "")
+                hint = f" Did you mean {flag} {shlex.quote(word)}?" if flag else ""
             self.error(f"unknown argument {shown(word)}.{hint}")
         return given
 
@@ -188,21 +192,14 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help all` lists all flags.")
 
 
-def _as_data(word: str, flags: Sequence[str]) -> str:
-    """Return a hint for a stray argument that names data, or '' for any other argument."""
-    path = os.path.expanduser(word)
-    is_data = os.path.isdir(path) or (os.path.isfile(path) and path.lower().endswith(DATA_EXTENSIONS))
-    flag = next((flag for flag in ("--check-data", "--data") if flag in flags), "")
-    return f" Did you mean {flag} {shlex.quote(word)}?" if is_data and flag else ""
-
-
 @current_folder_kept_out()
 def run_script(
     name: str, parse: Callable[[list[str]], Parsed], action: Callable[[Parsed], int], *, writes_product: bool = False
 ) -> int:
     """Parse the command line, run the action, and return the exit code.
 
-    After a user error, print one line and return 2; if a file server does not respond, print a line and return 75.
+    After a user error, print one line on rank 0 and return 2; if a file server does not respond, print a line and
+    return 75.
 
     Args:
         name: name of the script, the prefix of its messages.
@@ -217,7 +214,11 @@ def run_script(
     except ReaderGone:
         return 0
     except UserError as error:
-        return print_user_error(name, error)
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the error
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(RANK_0_MESSAGE_SECONDS)
+        return USER_ERROR_EXIT_CODE
     except FileServerError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return FILE_SERVER_EXIT_CODE
@@ -228,15 +229,6 @@ def run_script(
     except KeyboardInterrupt:
         print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
         return 130
-
-
-def print_user_error(name: str, error: UserError) -> int:
-    """On rank 0 only, print an error that every rank finds; on all ranks, return the exit code."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(RANK_0_MESSAGE_SECONDS)
-    return USER_ERROR_EXIT_CODE
 
 
 def parse_args(argv: Sequence[str], others: Iterable[str] = ()) -> tuple[TrainConfig, bool]:
