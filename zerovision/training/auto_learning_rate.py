@@ -24,7 +24,7 @@ from zerovision.training.base.files import write_json
 from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.run_folder import LEARNING_RATE
 from zerovision.training.base.units import plural
-from zerovision.training.config import FIELDS, TrainConfig
+from zerovision.training.config import FIELDS
 from zerovision.training.config.values import is_allowed
 from zerovision.training.steps.carrier import Run
 from zerovision.training.tasks.labels import GUESSES
@@ -38,7 +38,6 @@ from zerovision.training.trial import (
     trial_settings,
 )
 from zerovision.training.world.collectives import broadcast_object
-from zerovision.training.world.world import World
 
 TRIAL_STEPS = 300  # per trial, or the number of steps of the run if it has fewer
 FAR = 5  # a rate that is lower than the default by this factor is called far below the default
@@ -66,12 +65,13 @@ def choose_learning_rate(run: Run) -> Run:
     config, world = run.config, run.world
     if config.learning_rate != "auto":
         return run
-    about = {"settings": _settings(config, world)}
+    images_per_step = config.micro_batch * config.gradient_accumulation_steps * world.data.size
+    about = {"settings": trial_settings(config, "weights", "pretrained", images_per_step=images_per_step)}
     earlier = earlier_result(run.folder.path / LEARNING_RATE, about) if world.is_main else {}
     rate, source = broadcast_object(earlier.get("suggested"), world), "found at the run's first start"
     if rate is None:
         try:
-            rate, source = _search(run)
+            rate, source = _search(run, about)
         except TrialStopped:  # the run itself is about to end
             rate, source = FIELDS["learning_rate"].default, "the default, because the search was stopped"
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
@@ -79,15 +79,10 @@ def choose_learning_rate(run: Run) -> Run:
     return run.changed(learning_rate=rate).noting(f"--learning-rate auto is {rate:g}: {source}")
 
 
-def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
-    images_per_step = config.micro_batch * config.gradient_accumulation_steps * world.data.size
-    return trial_settings(config, "weights", "pretrained", images_per_step=images_per_step)
-
-
-def _search(run: Run) -> tuple[float, str]:
+def _search(run: Run, about: dict[str, Any]) -> tuple[float, str]:
     """Return the best rate and a description of the trials, and write all losses into the run's folder.
 
-    This is a collective.
+    This is a collective. `about` contains what the result depends on.
     """
     config, world, classes = run.config, run.world, len(run.data.class_names)
 
@@ -112,8 +107,7 @@ def _search(run: Run) -> tuple[float, str]:
     rate, tried = find_rate(usual, LOWEST, HIGHEST, GUESSES[config.loss](max(classes, 2)), measure)
     if world.is_main:
         with contextlib.suppress(OSError):  # e.g. on a full disk: only the file of losses is then missing
-            result = describe_search(rate, tried) | {"settings": _settings(config, world)}
-            write_json(run.folder.path / LEARNING_RATE, result)
+            write_json(run.folder.path / LEARNING_RATE, describe_search(rate, tried) | about)
     if rate is None:
         raise AgreedError(
             f"--learning-rate auto: no rate from {min(tried):g} to {max(tried):g} clearly lowered the loss within "

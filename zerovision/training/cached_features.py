@@ -118,7 +118,8 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
     differences = []
     for rate in rates:  # noqa: B007  # `forward` reads it
         found = results(cached)
-        differences.append(max(_difference(*pair) for pair in zip(found, wanted, strict=True)))
+        pairs = zip(found, wanted, strict=True)
+        differences.append(max((one - two).abs().max() / two.abs().max().clamp(min=1e-30) for one, two in pairs))
     largest = largest_over_ranks(torch.stack(differences).to(device), run.world.data)
     rate = rates[int(largest.argmin())]
     if not largest.min() <= MOST_DIFFERENCE:
@@ -127,10 +128,6 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
             "and evaluation: use --drop-path 0, and --dropout 0 if it is not just before the head, or leave it out."
         )
     return float(largest.min())
-
-
-def _difference(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
 
 
 def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:

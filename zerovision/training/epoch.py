@@ -95,7 +95,6 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
         write_best, diverged = _keep_best(run, scores)
     is_best = write_best is not None
     state.progress = state.progress.after_epoch(score, scores.loss, is_best=is_best, has_diverged=diverged is not None)
-    memory = peak_memory_per_rank(world)
     lowest, lowest_recall = count_classes(scores, len(names)).lowest_recall
     point = EpochPoint(
         epoch=state.progress.epoch,
@@ -109,7 +108,7 @@ def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds
         data_wait_share=result.data_wait_share,
         seconds=result.seconds,
         evaluation_seconds=evaluation_seconds,
-        memory_bytes_per_rank=memory,
+        memory_bytes_per_rank=peak_memory_per_rank(world),
         is_best=is_best,
         diverged=diverged,
         class_names=names,

@@ -190,12 +190,7 @@ def keep_preparation(config: TrainConfig, data: DatasetPair, saved: dict[str, An
 def preparation_of(data: DatasetPair) -> dict[str, Any]:
     """Return the resize filter, crop fraction, and each channel's mean and standard deviation for pixels in 0..1."""
     made = Preparation.of_run(data.preprocessing)
-    return {
-        "mean": made.mean,
-        "std": made.std,
-        "interpolation": made.interpolation,
-        "eval_crop": made.crop,
-    }
+    return {"mean": made.mean, "std": made.std, "interpolation": made.interpolation, "eval_crop": made.crop}
 
 
 def keep_groups(config: TrainConfig, names: Iterable[str] | None, world: World) -> tuple[TrainConfig, int, list[str]]:
@@ -246,11 +241,7 @@ def note_other_bytes(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
 
 
 def check_fit(
-    found: Resumed,
-    config: TrainConfig,
-    identity: dict[str, Any],
-    steps_per_epoch: int,
-    data: DatasetPair | None = None,
+    found: Resumed, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int, data: DatasetPair | None = None
 ) -> None:
     """Raise an error if a checkpoint's recipe, model, classes or data differ from the run's, or its position is wrong.
 
