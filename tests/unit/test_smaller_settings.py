@@ -13,7 +13,7 @@ from zerovision.launch.node_launcher import NodeLauncher
 from zerovision.launch.node_run import Ending
 from zerovision.launch.process_tree import HeartbeatFolder, LaunchProcesses
 from zerovision.launch.rank_monitor import Death
-from zerovision.launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
+from zerovision.launch.restart_policy import RestartPolicy, Started, start_until_done
 from zerovision.training.base.control_groups import oom_kills
 from zerovision.training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 from zerovision.training.config import FLAG_OF, TrainConfig
@@ -111,8 +111,8 @@ def launched(endings: list[int], *flags: str, allowed: int = 1) -> tuple[Started
         ending = Ending(code, f"start {restart}", is_final=code in (0, OUT_OF_MEMORY_EXIT_CODE))
         return Started(ending, "run-7", -1, has_gpus=False)
 
-    adaptation = Adaptation(["--model-type=mobilenet", "--batch-size", "16", *flags], 2)
-    return start_until_done(start, RestartPolicy(allowed), adaptation, []), starts
+    training = ["--model-type=mobilenet", "--batch-size", "16", *flags]
+    return start_until_done(start, RestartPolicy(allowed), training, 2, []), starts
 
 
 def test_adapt_goes_down_one_rung_for_each_shortage(capsys):

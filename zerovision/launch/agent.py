@@ -79,14 +79,11 @@ def main() -> int:
         os.set_inheritable(int(descriptor[0]), False)
         Agent(node, Channel(orders, int(descriptor[0])), "", math.inf).serve()
     else:
-        Agent(node, Channel(orders, os.dup(1)), _reached_by(), LOST_SECONDS).serve()
+        # The address at which the launch reaches this machine, from ssh or Slurm; '' if neither provides one.
+        came_in_on = os.environ.get("SSH_CONNECTION", "").split()[2:3]
+        address = next(iter(came_in_on), "") or route_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        Agent(node, Channel(orders, os.dup(1)), address, LOST_SECONDS).serve()
     return 0
-
-
-def _reached_by() -> str:
-    """Return the address at which the launch reaches this machine, from ssh or Slurm; '' if neither provides one."""
-    came_in_on = os.environ.get("SSH_CONNECTION", "").split()[2:3]
-    return next(iter(came_in_on), "") or route_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
 
 
 class Agent:
@@ -229,8 +226,18 @@ class Agent:
         self._remove_mark()
         assert self._folder
         self._folder.clear()
+        # The ranks' variables: this machine's and the launch's, plus the folder for heartbeats.
+        environment = launch_environment(self._launch, self._folder, {**os.environ, **order["environment"]})
+        restart = order["environment"][RESTARTS_VARIABLE]
+        if restart != "0":  # a killed compiler may have left an incomplete library
+            environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{self._folder.path}/compiled-{restart}")
+        environment |= malloc_variables(environment, self._gpus > 0)
+        # Running more threads than cores is far slower: 2 ranks with 2 threads each on 2 cores took 15 times as long.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // order["local_size"])))
+        # This folder contains ninja, which compiles an engine's operators.
+        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
         self._node_run = NodeRun(self._launch, self._launcher, self._folder, self._received, order["stop_timeout_s"])
-        ending = self._node_run.run(order["command"], self._environment(order, self._folder))
+        ending = self._node_run.run(order["command"], environment)
         progress, self._node_run = self._progress(), None
         return dataclasses.asdict(ending) | progress
 
@@ -239,19 +246,6 @@ class Agent:
         if self._node_run is None or self._folder is None:
             return {"run_name": "", "position": -1}
         return {"run_name": self._folder.run_name(), "position": self._folder.checkpoint_position()}
-
-    def _environment(self, order: Message, folder: HeartbeatFolder) -> dict[str, str]:
-        """Return the ranks' environment variables: this machine's and the launch's, plus the folder for heartbeats."""
-        environment = launch_environment(self._launch, folder, {**os.environ, **order["environment"]})
-        restart = order["environment"][RESTARTS_VARIABLE]
-        if restart != "0":  # a killed compiler may have left an incomplete library
-            environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder.path}/compiled-{restart}")
-        environment |= malloc_variables(environment, self._gpus > 0)
-        # Running more threads than cores is far slower: 2 ranks with 2 threads each on 2 cores took 15 times as long.
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // order["local_size"])))
-        # This folder contains ninja, which compiles an engine's operators.
-        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-        return environment
 
 
 if __name__ == "__main__":

@@ -127,7 +127,14 @@ def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
         cure = "load the driver (modprobe nvidia), or check dmesg for Xid errors"
         return Row("GPUs", "wrong", f"the driver fails: {facts['gpu_problem']}", cure)
     if not gpus and not cluster_has_gpus:
-        return _assess_cores(facts["cores"], ranks)
+        cores = facts["cores"]
+        found, most = f"no GPU: {cpu_ranks(ranks)} on {plural(cores, 'core')}", cores * MAX_CPU_RANKS_PER_CORE
+        if ranks > most:
+            return Row("GPUs", "wrong", found, f"use at most {most} slots, or use machines with GPUs")
+        if ranks > cores:
+            cure = "ranks that share a core slow each other down: use at most one per core"
+            return Row("GPUs", "warning", found, cure)
+        return Row("GPUs", "ok", found)
     found = f"{len(gpus)} x {gpus[0]['name']}, driver {facts['driver']}" if gpus else "no GPU"
     if len(gpus) < ranks:
         cure = "correct slots= or the requested number of GPUs, or bring the missing GPU back (nvidia-smi, dmesg)"
@@ -138,15 +145,6 @@ def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:
     if driver and int(built.partition(".")[0]) > int(driver.partition(".")[0]):  # newer minor versions are fine
         cure = "install a newer driver, or a torch built for the older CUDA"
         return Row("GPUs", "wrong", f"{found} supports CUDA {driver}, but torch was built for {built}", cure)
-    return Row("GPUs", "ok", found)
-
-
-def _assess_cores(cores: int, ranks: int) -> Row:
-    found, most = f"no GPU: {cpu_ranks(ranks)} on {plural(cores, 'core')}", cores * MAX_CPU_RANKS_PER_CORE
-    if ranks > most:
-        return Row("GPUs", "wrong", found, f"use at most {most} slots, or use machines with GPUs")
-    if ranks > cores:
-        return Row("GPUs", "warning", found, "ranks that share a core slow each other down: use at most one per core")
     return Row("GPUs", "ok", found)
 
 

@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -157,8 +158,17 @@ def print_examination(request: Request, nodes: Nodes, *, as_json: bool = False) 
     if as_json:
         content = {"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}
         print(json.dumps(content, indent=1))
-    else:
-        print_rows(rows, seconds)
+    else:  # one line per row, then the number of rows with each verdict
+        has_hosts = any(row.host for row in rows)
+        table = Table("check", "", *(["host"] if has_hosts else []), "found", "fix", box=None, pad_edge=False)
+        for row in rows:
+            verdict = f"[{COLOURS[row.verdict]}]{row.verdict}[/]"
+            cells = [*([row.host] if has_hosts else []), row.found, row.cure]
+            table.add_row(row.check, verdict, *(escape(printable(text)) for text in cells))
+        Console(highlight=False, width=shutil.get_terminal_size((WIDTH_IN_FILES, 0)).columns).print(table)
+        counts = Counter(row.verdict for row in rows)
+        end = f"{counts['wrong']} wrong, {plural(counts['warning'], 'warning')}, {counts['ok']} ok"
+        print(f"{end}; {format_duration(round(seconds))}")
     return SOMETHING_WRONG_EXIT_CODE if any(row.verdict == "wrong" for row in rows) else 0
 
 
@@ -333,7 +343,6 @@ SSH_COMPLAINTS = {
     "closed by": ("ssh server closed the connection", "check the log of sshd on {host} (MaxStartups, AllowUsers)"),
     "reset by": ("the connection was reset", "check the log of sshd on {host} (MaxStartups, a firewall)"),
 }
-NOT_FOUND_CODES = (126, 127)  # from a shell: the command cannot be executed, or is not found
 
 
 def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
@@ -341,22 +350,7 @@ def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
     for sign, (found, cure) in SSH_COMPLAINTS.items():
         if sign in complaint:
             return found, cure.format(host=host, root=REPO_ROOT)
-    if code in NOT_FOUND_CODES:
+    if code in (126, 127):  # from a shell: the command cannot be executed, or is not found
         return f"{sys.executable} is not there", f"make setup in {REPO_ROOT} on {host}, or share the folder"
     last = (complaint.strip() or "nothing on stderr").splitlines()[-1].strip()
     return f"the agent ended with code {code}: {last[:200]}", f"try: ssh {host} {' '.join(AGENT)}"
-
-
-def print_rows(rows: Sequence[Row], seconds: float) -> None:
-    """Print one line per row, then the number of rows with each verdict."""
-    has_hosts = any(row.host for row in rows)
-    table = Table("check", "", *(["host"] if has_hosts else []), "found", "fix", box=None, pad_edge=False)
-    for row in rows:
-        cells = [*([row.host] if has_hosts else []), row.found, row.cure]
-        table.add_row(
-            row.check, f"[{COLOURS[row.verdict]}]{row.verdict}[/]", *(escape(printable(text)) for text in cells)
-        )
-    Console(highlight=False, width=shutil.get_terminal_size((WIDTH_IN_FILES, 0)).columns).print(table)
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in COLOURS}
-    end = f"{counts['wrong']} wrong, {plural(counts['warning'], 'warning')}, {counts['ok']} ok"
-    print(f"{end}; {format_duration(round(seconds))}")

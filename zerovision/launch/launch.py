@@ -20,14 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from zerovision.launch.arguments import (
-    ENTRY,
-    LaunchArguments,
-    check_training,
-    print_command,
-    read_arguments,
-    run_launcher,
-)
+from zerovision.launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_launcher
 from zerovision.launch.hosts import HERE, read_hostfile, split_hosts
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.launch.node_run import (
@@ -44,11 +37,11 @@ from zerovision.launch.plan import Plan, check_new_run, resolve_strategy
 from zerovision.launch.process_tree import KILL_SECONDS
 from zerovision.launch.rank_monitor import STOP_CODES
 from zerovision.launch.rendezvous import NO_NODES_CODE, CannotStart, Rendezvous, Roster, next_rendezvous, unfit_hosts
-from zerovision.launch.restart_policy import NODES_BACK_CODE, Adaptation, RestartPolicy, Started, start_until_done
+from zerovision.launch.restart_policy import NODES_BACK_CODE, RestartPolicy, Started, start_until_done
 from zerovision.training.base.control_groups import quota_note, usable_cores
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABLE
-from zerovision.training.base.run_folder import log_folder
+from zerovision.training.base.run_folder import ENTRIES, log_folder
 from zerovision.training.base.units import cpu_ranks, plural
 from zerovision.training.world.launchers import refuse_a_pod_alone, remember_line
 
@@ -71,12 +64,6 @@ class Hosts:
     hangs: Counter[str] = field(default_factory=Counter)
     doubtful: set[str] = field(default_factory=set)
 
-    def hung(self, host: str) -> None:
-        """Count a hang on this host; after the second hang, the host is doubtful."""
-        self.hangs[host] += 1
-        if self.hangs[host] > 1:
-            self.doubtful = {host}
-
 
 class ClusterRun:
     """One start of the ranks on all nodes, from the first connection to the last."""
@@ -92,11 +79,9 @@ class ClusterRun:
         """
         self._plan, self._nodes, self._received, self._hosts = plan, nodes, received, hosts
         self._taking_part: list[Node] = []
-        self._has_gpus = True
         self._first_reason = ""  # why the first lost node was lost
         self._sent = 0
         self._absent: Roster | None = None  # hosts that this start runs without and keeps trying to reach
-        self._absent_s = 0.0  # seconds between two attempts to reach an absent host
         self._back: list[str] = []  # hosts that have returned; the ranks were stopped to let them rejoin
         self._deadline = math.inf
 
@@ -112,14 +97,18 @@ class ClusterRun:
             rendezvous = next_rendezvous(self._nodes, self._plan, self._received, doubtful, is_restart=restart > 0)
             if rendezvous is None:
                 return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)
-            self._taking_part, self._has_gpus = rendezvous.nodes, rendezvous.has_gpus
+            self._taking_part = rendezvous.nodes
             _print_rendezvous(self._plan, rendezvous, restart)
             self._start_ranks(rendezvous, restart, resuming)
-            self._expect_absent([node.host for node in rendezvous.nodes])
+            used = [node.host for node in rendezvous.nodes]
+            if absent := [host for host in self._plan.hosts if host not in used]:
+                # The seconds between two attempts to reach these hosts double each time one of them returns.
+                retry_s = RETURN_SECONDS * 2 ** max(self._hosts.returns[host] for host in absent)
+                self._absent = Roster(self._nodes, absent, self._plan.prepare, retry_s)
             while any(node.is_working() for node in self._taking_part):
                 self._look()
                 time.sleep(LOOK_SECONDS)
-            return self._started()
+            return self._started(rendezvous.has_gpus)
         except CannotStart as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return Started(Ending(error.exit_code, str(error)), "", -1)
@@ -138,7 +127,7 @@ class ClusterRun:
             arguments = [*plan.arguments, *resuming, *plan.batch_flags(count, resuming)]
             node.send(
                 "start",
-                command=[*starter, *place, ENTRY, *arguments],
+                command=[*starter, *place, str(ENTRIES / "train_distributed.py"), *arguments],
                 environment={**rendezvous.environment(node_rank), **plan.environment(), **of_this_start},
                 local_size=plan.given.ranks_per_node,
                 stop_timeout_s=plan.given.stop_timeout,
@@ -185,18 +174,11 @@ class ClusterRun:
         time.sleep(REPEAT_SECONDS)
         self._received.clear()
 
-    def _expect_absent(self, used: list[str]) -> None:
-        """Keep trying to reach the unused hosts, at an interval that doubles each time one of them returns."""
-        absent = [host for host in self._plan.hosts if host not in used]
-        if absent:
-            self._absent_s = RETURN_SECONDS * 2 ** max(self._hosts.returns[host] for host in absent)
-            self._absent = Roster(self._nodes, absent, self._plan.prepare, self._absent_s)
-
     def _bring_back(self, absent: Roster) -> None:
         """Make the ranks save and stop if hosts have returned and the next start can use more nodes."""
         absent.look()
         used, back = [node.host for node in self._taking_part], absent.ready
-        if absent.seconds < self._absent_s or self._plan.usable_nodes(len(used + back)) <= len(used):
+        if absent.seconds < absent.retry_s or self._plan.usable_nodes(len(used + back)) <= len(used):
             return
         unfit, _ = unfit_hosts(self._nodes, self._plan, used + back, is_restart=True)
         if unfit:
@@ -208,7 +190,7 @@ class ClusterRun:
         for node in self._taking_part:
             node.send("signal", number=signal.SIGTERM)
 
-    def _started(self) -> Started:
+    def _started(self, has_gpus: bool) -> Started:
         """Return how the start ended, from the last message of every node."""
         self._note_losses()
         said = [node.messages.get("ended") or node.messages.get("beat", {}) for node in self._taking_part]
@@ -217,10 +199,12 @@ class ClusterRun:
         ending = ending_of(self._taking_part, self._first_reason, bool(self._sent))
         for node in self._taking_part:
             if ending.hang_order and "ended" in node.messages and _node_ending(node.messages["ended"]) == ending:
-                self._hosts.hung(node.host)
+                self._hosts.hangs[node.host] += 1
+                if self._hosts.hangs[node.host] > 1:
+                    self._hosts.doubtful = {node.host}
         if self._back and not self._sent and ending.code in STOP_CODES:
             ending = Ending(NODES_BACK_CODE, f"with {', '.join(self._back)}", is_final=False)
-        return Started(ending, run_name, position, has_gpus=self._has_gpus)
+        return Started(ending, run_name, position, has_gpus)
 
 
 def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
@@ -272,11 +256,8 @@ def _print_rendezvous(plan: Plan, rendezvous: Rendezvous, restart: int) -> None:
     ranks = plural(plan.given.ranks_per_node, "GPU" if rendezvous.has_gpus else "CPU rank")
     nodes = plural(len(plan.hosts), "node")
     fewer = f"{len(named)} of " if len(named) < len(plan.hosts) else ""
-    print(
-        f"{fewer}{nodes} x {ranks}: {', '.join(named)}; they meet on {rendezvous.addresses[0]}:{rendezvous.port}",
-        file=sys.stderr,
-        flush=True,
-    )
+    place = f"{rendezvous.addresses[0]}:{rendezvous.port}"
+    print(f"{fewer}{nodes} x {ranks}: {', '.join(named)}; they meet on {place}", file=sys.stderr, flush=True)
 
 
 def main(words: list[str]) -> int:
@@ -292,8 +273,8 @@ def main(words: list[str]) -> int:
     given = resolve_strategy(given, given.nodes)
     config = check_training(given.training)
     hosts = [HERE] if is_local else _hosts(given)
-    least = given.min_nodes or given.nodes
-    check_new_run(config, [nodes * given.ranks_per_node for nodes in range(given.nodes, least - 1, -1)])
+    counts = range(given.nodes, (given.min_nodes or given.nodes) - 1, -1)
+    check_new_run(config, [count * given.ranks_per_node for count in counts])
     if given.dry_run:
         shown = given if is_local else replace(given, hosts=",".join(hosts), hostfile="")
         print_command(shown.command(__file__))
@@ -345,7 +326,8 @@ def train(plan: Plan, nodes: Nodes, received: list[int]) -> Started:
         return start_until_done(
             lambda restart, resuming: ClusterRun(plan, nodes, received, hosts).run(restart, resuming),
             RestartPolicy(plan.given.max_restarts),
-            Adaptation(plan.arguments, len(plan.hosts) * plan.given.ranks_per_node),
+            plan.arguments,
+            len(plan.hosts) * plan.given.ranks_per_node,
             received,
         )
 

@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"  # as in `zerovision.training.base.heartbeat`
 CHANNEL_VARIABLE = "ZEROVISION_NODE_CHANNEL"  # a socket's descriptor: ranks and exit codes go out, orders come in
@@ -45,16 +44,20 @@ def main(arguments: list[str]) -> int:
     given = parse(arguments)
     import_ahead(given.preload)
     while True:
-        ranks = [fork_rank(given, local_rank, channel) for local_rank in range(given.nproc_per_node)]
+        ranks = [start_rank(given, local_rank, channel) for local_rank in range(given.nproc_per_node)]
         report(channel, ranks={given.node_rank * len(ranks) + local_rank: pid for local_rank, pid in enumerate(ranks)})
         # Forward signals only from here on: until now, a signal ends this process, and every rank with it
         # (`heartbeat.end_with_parent`).
         with passing_signals_on(ranks):
             code = wait_for_all(ranks, channel, given.stop_timeout)
         report(channel, code=code)
-        order = next_order(channel)
-        if order is None:
+        message = b""
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                message = channel.recv(LONGEST_ORDER)
+        if not message:  # there is no supervisor, or no next start
             return code
+        order = json.loads(message)  # the arguments and changed variables of the next start
         for pid in ranks:
             os.waitpid(pid, 0)
         given = parse(order["arguments"])
@@ -100,17 +103,12 @@ def import_ahead(names: str) -> None:
             del os.environ[name]
 
 
-def fork_rank(given: argparse.Namespace, local_rank: int, channel: socket.socket | None) -> int:
-    """Start a rank; return its process id."""
+def start_rank(given: argparse.Namespace, local_rank: int, channel: socket.socket | None) -> int:
+    """Run the command as a rank in a fork of this process; return the fork's process ID."""
     if pid := os.fork():
         return pid
     if channel is not None:
         channel.close()  # only the parent communicates with the supervisor
-    run_rank(given, local_rank)
-
-
-def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
-    """Run the command in this process as a rank."""
     place = {  # every machine has the same number of ranks
         "RANK": str(given.node_rank * given.nproc_per_node + local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -136,15 +134,6 @@ def report(channel: socket.socket | None, **message: object) -> None:
             channel.send(json.dumps(message).encode())
 
 
-def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
-    """Return the arguments and changed variables of the next start, or None if there is no next start."""
-    if channel is not None:
-        with contextlib.suppress(OSError):
-            if order := channel.recv(LONGEST_ORDER):
-                return json.loads(order)
-    return None
-
-
 def is_closed(channel: socket.socket | None) -> bool:
     """Return whether the supervisor is gone; a supervisor sends nothing while ranks run."""
     if channel is None:
@@ -167,7 +156,7 @@ def passing_signals_on(ranks: list[int]) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def wait_for_all(ranks: list[int], channel: socket.socket | None = None, stop_timeout_s: float = END_SECONDS) -> int:
+def wait_for_all(ranks: list[int], channel: socket.socket | None, stop_timeout_s: float) -> int:
     """Wait until every rank has ended; return the first failed rank's exit code in the shell's form, or 0.
 
     If a rank fails, the other ranks are stopped. If the supervisor dies, all ranks are stopped, and the launch's folder
@@ -210,4 +199,4 @@ def _send(ranks: list[int], number: int) -> None:
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # ranks exit in `run_rank`; this process has nothing to clean up
+    os._exit(main(sys.argv[1:]))  # ranks exit in `start_rank`; this process has nothing to clean up

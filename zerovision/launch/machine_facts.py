@@ -160,16 +160,13 @@ def open_port(node: str, order: Mapping[str, Any]) -> Facts:
 
 def try_paths(node: str, order: Mapping[str, Any]) -> Facts:
     """Connect to this machine's `targets` (name, address and port); return the connections that `failed`."""
-    targets = order["targets"].get(node, [])
-    return {"failed": [(node, name, port) for name, address, port in targets if not _connects(address, port)]}
-
-
-def _connects(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
+    failed = []
+    for name, address, port in order["targets"].get(node, []):
+        try:
+            socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
+        except OSError:
+            failed.append((node, name, port))
+    return {"failed": failed}
 
 
 def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
@@ -235,23 +232,19 @@ def _measure_all_reduce(device: torch.device) -> tuple[int, float]:
     size = FIRST_BYTES
     while True:
         values = torch.zeros(size // 4, device=device)
-        seconds = min(_time_all_reduce(values) for _ in range(REPEATS))
-        slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+        times = []
+        for _ in range(REPEATS):
+            dist.barrier()
+            values[0].item()  # waits for the device
+            start = time.perf_counter()
+            dist.all_reduce(values)
+            values[0].item()
+            times.append(time.perf_counter() - start)
+        slowest = torch.tensor([min(times)], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks take the same branch
         if (seconds := slowest.item()) > LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
             return size, seconds
         size *= 4
-
-
-def _time_all_reduce(values: torch.Tensor) -> float:
-    import torch.distributed as dist
-
-    dist.barrier()
-    values[0].item()  # waits for the device
-    start = time.perf_counter()
-    dist.all_reduce(values)
-    values[0].item()
-    return time.perf_counter() - start
 
 
 # Functions that answer the doctor's orders, by kind.

@@ -81,7 +81,14 @@ class NodeLauncher:
         """Start the ranks; the command begins with the result of `local_ranks_command`."""
         if not self._is_asked(command, environment):
             self.close()
-            self._run(command, environment)
+            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._channel.setblocking(False)
+            self._environment = environment
+            with theirs:
+                added = {CHANNEL_VARIABLE: str(theirs.fileno())}
+                self._process = subprocess.Popen(
+                    command, env=environment | added, start_new_session=True, pass_fds=[theirs.fileno()]
+                )
         self.returncode = None
         self.ranks = {}
 
@@ -123,16 +130,6 @@ class NodeLauncher:
                 self._process.kill()
                 self._process.wait()
             self._process = None
-
-    def _run(self, command: list[str], environment: dict[str, str]) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.setblocking(False)
-        self._environment = environment
-        with theirs:
-            added = {CHANNEL_VARIABLE: str(theirs.fileno())}
-            self._process = subprocess.Popen(
-                command, env=environment | added, start_new_session=True, pass_fds=[theirs.fileno()]
-            )
 
     def _is_asked(self, command: list[str], environment: dict[str, str]) -> bool:
         """Request another start once the process has reported the end of the last one; return whether it succeeded."""

@@ -35,18 +35,10 @@ POLL_SECONDS = 0.05
 SHELL_EXIT_SECONDS = 1.0
 LAST_LINES_SECONDS = 1.0
 # A remote shell that fails with one of these may succeed later: the machine may be booting, or its network may be down.
-PASSING = (
-    "refused",
-    "timed out",
-    "No route",
-    "unreachable",
-    "closed by",
-    "reset by",
-    "Connection closed",
-    "banner",
-    "is lost",
-    "connection failure",  # from srun, until Slurm marks the node as down and requeues the job
-    "Node failure",
+PASSING = re.compile(
+    "refused|timed out|no route|unreachable|closed by|reset by|connection closed|banner|is lost"
+    "|connection failure|node failure",  # from srun, until Slurm marks the node as down and requeues the job
+    re.IGNORECASE,
 )
 AGENT = [sys.executable, "-u", str(LAUNCH / "agent.py")]
 
@@ -155,13 +147,6 @@ class Shell:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
     all_read: Event = field(default_factory=Event)
 
-    def end(self, number: int, deadline: float) -> None:
-        """Send the process a signal (0: none) if it is still running, and wait until the deadline for it to exit."""
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            if number and self.process.poll() is None:
-                os.killpg(self.process.pid, number)
-            self.process.wait(max(0.0, deadline - time.monotonic()))
-
     def failure(self) -> str:
         """Return why no agent will run on the host, or '' while the process is running."""
         if self.process.poll() is None:
@@ -255,7 +240,10 @@ class Nodes:
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + SHELL_EXIT_SECONDS
             for shell in self._shells:
-                shell.end(number, deadline)
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    if number and shell.process.poll() is None:
+                        os.killpg(shell.process.pid, number)
+                    shell.process.wait(max(0.0, deadline - time.monotonic()))
         for reader in self._readers:  # if one prints while Python shuts down, Python aborts
             reader.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
@@ -283,11 +271,6 @@ class Nodes:
             if shell.host in self.found:
                 print(line, end="", file=sys.stderr, flush=True)
         shell.all_read.set()
-
-
-def is_passing(reason: str) -> bool:
-    """Return whether a shell that failed for this reason may succeed later."""
-    return any(sign.lower() in reason.lower() for sign in PASSING)
 
 
 def _print(printed: bytes) -> None:

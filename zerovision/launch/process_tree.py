@@ -115,10 +115,8 @@ def remove_stale_build_locks(folder: Path) -> None:
             if was_ours or time.time() - facts.st_mtime > LONGEST_BUILD_SECONDS:
                 lock.unlink()
             else:
-                print(
-                    f"note: {lock} may be held by another machine or user: remove it if nothing compiles there",
-                    file=sys.stderr,
-                )
+                doubt = "may be held by another machine or user: remove it if nothing compiles there"
+                print(f"note: {lock} {doubt}", file=sys.stderr)
 
 
 class HeartbeatFolder:

@@ -116,8 +116,12 @@ class RankMonitor:
         The list is empty until a heartbeat is overdue. The most suspicious rank comes first: a stopped process, then
         the lowest step, then the oldest heartbeat.
         """
-        now = time.monotonic()
-        beats = [self._beat_or_start(rank) for rank, one in self._launcher.ranks.items() if is_alive(one)]
+        now, host = time.monotonic(), socket.gethostname()
+        beats = [  # by default from the launch's start, and never overdue
+            self.beats.get(rank) or Heartbeat(rank, host, one.pid, NO_BEAT, -1, 0.0, self._started, math.inf)
+            for rank, one in self._launcher.ranks.items()
+            if is_alive(one)
+        ]
         spent = {one.rank: (now - max(one.monotonic, self._awake_since)) / one.allowed_s for one in beats}
         if max(spent.values(), default=0.0) <= 1.0:
             return []
@@ -156,11 +160,6 @@ class RankMonitor:
             if earlier == stacks and all(stacks[rank] != before[rank] for rank in asked):
                 break  # all have answered, and none is still writing
         return {beat.rank: stacks.get(beat.rank, "")[len(before[beat.rank] or "") :] for beat in hung}
-
-    def _beat_or_start(self, rank: int) -> Heartbeat:
-        """Return the rank's last heartbeat, or by default one from the launch's start that is never overdue."""
-        pid, host = self._launcher.ranks[rank].pid, socket.gethostname()
-        return self.beats.get(rank) or Heartbeat(rank, host, pid, NO_BEAT, -1, 0.0, self._started, math.inf)
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether the rank's process is stopped."""

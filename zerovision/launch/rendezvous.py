@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerovision.launch.nodes import POLL_SECONDS, Message, Node, Nodes, is_passing
+from zerovision.launch.nodes import PASSING, POLL_SECONDS, Message, Node, Nodes
 from zerovision.launch.plan import Plan
 from zerovision.training.base.errors import USER_ERROR_EXIT_CODE
 from zerovision.training.observe.environment import usual_value
@@ -89,10 +89,9 @@ class Roster:
     """
 
     def __init__(self, nodes: Nodes, hosts: Sequence[str], prepare: Message, retry_s: float = RETRY_SECONDS) -> None:
-        self._nodes, self._prepare, self._retry_s = nodes, prepare, retry_s
+        self._nodes, self._prepare, self.retry_s = nodes, prepare, retry_s
         self._candidates = [Candidate(host) for host in hosts]
         self._started = time.monotonic()
-        self._has_printed = False
         nodes.connect([host for host in hosts if host not in nodes.found])
 
     @property
@@ -106,14 +105,9 @@ class Roster:
         return [one.host for one in self._candidates if one.is_ready]
 
     @property
-    def missing(self) -> list[str]:
-        """The hosts that are not ready."""
-        return [one.host for one in self._candidates if not one.is_ready]
-
-    @property
     def refusing(self) -> list[str]:
         """The hosts that another attempt is unlikely to reach."""
-        return [one.host for one in self._candidates if one.failed and not one.unfit and not is_passing(one.failed)]
+        return [one.host for one in self._candidates if one.failed and not one.unfit and not PASSING.search(one.failed)]
 
     @property
     def is_settled(self) -> bool:
@@ -131,17 +125,14 @@ class Roster:
                 found.prepare(self._prepare)
             lost = found.lost() if found else self._nodes.shell_of[one.host].failure()
             one.failed = lost or (one.unfit if one.is_left_out else "")
-            one.retry_at = min(one.retry_at, now + self._retry_s) if one.failed else math.inf
+            one.retry_at = min(one.retry_at, now + self.retry_s) if one.failed else math.inf
             if now >= one.retry_at:
-                self._retry(one, is_lost=bool(lost))
-
-    def _retry(self, one: Candidate, *, is_lost: bool) -> None:
-        one.retry_at, one.is_left_out = math.inf, False
-        if is_lost:
-            one.node = None
-            self._nodes.connect([one.host])
-        elif one.node:
-            one.node.prepare(self._prepare)
+                one.retry_at, one.is_left_out = math.inf, False
+                if lost:
+                    one.node = None
+                    self._nodes.connect([one.host])
+                elif one.node:
+                    one.node.prepare(self._prepare)
 
     def leave_out(self, unfit: Mapping[str, str]) -> None:
         """Leave out unfit hosts until their agents have prepared again; print the reasons if they are new."""
@@ -151,12 +142,6 @@ class Roster:
         for one in out:
             one.unfit = one.failed = unfit[one.host]
             one.is_left_out = True
-
-    def print_once(self) -> None:
-        """After some seconds, print once which hosts are missing."""
-        if self.seconds > PRINT_SECONDS and not self._has_printed:
-            self._has_printed = True
-            print(f"waiting for {self.reasons()}", file=sys.stderr, flush=True)
 
     def reasons(self) -> str:
         """Return every missing host and why it is missing."""
@@ -181,6 +166,7 @@ def next_rendezvous(
     """
     roster = Roster(nodes, plan.hosts, plan.prepare)
     patience_s = PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS
+    has_printed = False
     while not received:
         roster.look()
         if ready := _enough(roster, plan, doubtful, is_late=roster.seconds > patience_s):
@@ -200,14 +186,17 @@ def next_rendezvous(
         if roster.seconds > plan.given.start_timeout or (roster.is_settled and too_few):
             reached = f"{len(roster.ready)} of {len(plan.hosts)} nodes reached, {plan.min_nodes} needed"
             raise CannotStart(f"{reached}: {roster.reasons()}", NO_NODES_CODE)
-        roster.print_once()
+        if roster.seconds > PRINT_SECONDS and not has_printed:
+            has_printed = True
+            print(f"waiting for {roster.reasons()}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
     return None
 
 
 def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) -> list[str]:
     """Return the hosts to start with, or [] to keep waiting for other hosts."""
-    ready, missing = roster.ready, roster.missing
+    ready = roster.ready
+    missing = [host for host in plan.hosts if host not in ready]
     trusted = [host for host in ready if host not in doubtful]
     if doubtful and (is_late or doubtful.issuperset(missing)) and plan.usable_nodes(len(trusted)):
         return trusted

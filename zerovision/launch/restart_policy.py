@@ -39,37 +39,22 @@ class Started:
     has_gpus: bool = True
 
 
-class Adaptation:
-    """The smaller settings to which a launch has stepped down.
+def smaller_settings(training: list[str], ranks: int, reason: str, *, has_gpus: bool) -> list[str]:
+    """Print what happens after a lack of memory; return flags for the next smaller settings, or [] to end the launch.
 
     Args:
-        training: arguments of the training entry point, as given.
+        training: arguments of the training entry point.
         ranks: number of ranks.
-
-    Attributes:
-        flags: flags to add to the arguments of the training entry point.
+        reason: what happened, without a trailing period.
+        has_gpus: whether the ranks compute on GPUs.
     """
-
-    def __init__(self, training: list[str], ranks: int) -> None:
-        self._training, self._ranks = training, ranks
-        self.flags: list[str] = []
-
-    def step_down(self, reason: str, *, has_gpus: bool) -> bool:
-        """Print what happens next, and add flags for the next smaller settings; return False if the launch must end.
-
-        Args:
-            reason: what happened, without a trailing period.
-            has_gpus: whether the ranks compute on GPUs.
-        """
-        config = check_training([*self._training, *self.flags])
-        rung = next_rung(config, self._ranks, has_gpus=has_gpus)
-        if rung is None or config.on_oom == "stop":
-            advice = advise(config, self._ranks, has_gpus=has_gpus)
-            print(f"{reason}; {advice}", file=sys.stderr, flush=True)
-            return False
-        print(f"{reason}: starting again with {rung.describe()}", file=sys.stderr, flush=True)
-        self.flags += rung.flags
-        return True
+    config = check_training(training)
+    rung = next_rung(config, ranks, has_gpus=has_gpus)
+    if rung is None or config.on_oom == "stop":
+        print(f"{reason}; {advise(config, ranks, has_gpus=has_gpus)}", file=sys.stderr, flush=True)
+        return []
+    print(f"{reason}: starting again with {rung.describe()}", file=sys.stderr, flush=True)
+    return rung.flags
 
 
 class RestartPolicy:
@@ -102,25 +87,31 @@ class RestartPolicy:
 
 
 def start_until_done(
-    start: Callable[[int, list[str]], Started], restarts: RestartPolicy, adaptation: Adaptation, received: list[int]
+    start: Callable[[int, list[str]], Started],
+    restarts: RestartPolicy,
+    training: list[str],
+    ranks: int,
+    received: list[int],
 ) -> Started:
     """Start a training job, and restart it after failures; return how the last start ended, and the newest checkpoint.
 
     Args:
         start: function that runs the job once, given the number of restarts so far and the flags that resume its run.
         restarts: decides how many restarts are allowed.
-        adaptation: decides how to continue if memory runs out.
+        training: arguments of the training entry point, as given.
+        ranks: number of ranks.
         received: list to which the signal handlers append received signals.
     """
-    run_name, newest = "", -1
+    run_name, newest, smaller = "", -1, list[str]()
     while True:
-        started = start(restarts.total, adaptation.flags + ([f"--run-name={run_name}"] if run_name else []))
+        started = start(restarts.total, smaller + ([f"--run-name={run_name}"] if run_name else []))
         ending, run_name, newest = started.ending, started.run_name or run_name, max(newest, started.position)
         delay_s = None
-        short_of_memory = ending.code == OUT_OF_MEMORY_EXIT_CODE and not received
-        if ending.code == NODES_BACK_CODE or (
-            short_of_memory and adaptation.step_down(ending.reason, has_gpus=started.has_gpus)
-        ):
+        flags: list[str] = []
+        if ending.code == OUT_OF_MEMORY_EXIT_CODE and not received:
+            flags = smaller_settings([*training, *smaller], ranks, ending.reason, has_gpus=started.has_gpus)
+            smaller += flags
+        if ending.code == NODES_BACK_CODE or flags:
             restarts.total, delay_s = restarts.total + 1, 0.0  # not counted as a restart without progress
         elif not ending.is_final:
             delay_s = restarts.after_failure(ending.reason, started.position)
