@@ -35,19 +35,11 @@ SCRATCH = (
     (("airbench_small", 64), ("airbench_small", 64), ("airbench", 96), ("timm:resnet50", 224)),
     (("airbench", 64), ("timm:resnet18", 128), ("timm:resnet50", 192), ("timm:resnet50", 224)),
 )
-PUBLISHED = (  # with published weights
-    (
-        "timm:mobilenetv3_large_100.ra_in1k",
-        "timm:resnet18.a1_in1k",
-        "timm:vit_small_patch16_dinov3.lvd1689m",
-        "timm:vit_small_patch16_dinov3.lvd1689m",
-    ),
-    (
-        "timm:vit_small_patch16_dinov3.lvd1689m",
-        "timm:vit_small_patch16_dinov3.lvd1689m",
-        "timm:vit_base_patch16_dinov3.lvd1689m",
-        "timm:vit_base_patch16_dinov3.lvd1689m",
-    ),
+# By effort, on CPU cores and on GPUs: networks to use for photographs if their published weights are available.
+VIT_SMALL, VIT_BASE = "timm:vit_small_patch16_dinov3.lvd1689m", "timm:vit_base_patch16_dinov3.lvd1689m"
+PUBLISHED = (
+    ("timm:mobilenetv3_large_100.ra_in1k", "timm:resnet18.a1_in1k", VIT_SMALL, VIT_SMALL),
+    (VIT_SMALL, VIT_SMALL, VIT_BASE, VIT_BASE),
 )
 # Update rules. A learning rate is for the given number of images per update, and scales with that number's square root.
 MUON = {"optimizer": "muon", "optimizer_options": "ns_steps=3", "fallback_optimizer": "adamw:0.2", "weight_decay": 0.1}
@@ -110,11 +102,6 @@ class Facts:
 def values_of(choices: Choices) -> dict[str, Any]:
     """Return the settings without the reasons."""
     return {name: value for name, (value, _) in choices.items()}
-
-
-def wanted_network(effort: str, *, has_gpus: bool) -> str:
-    """Return the network to use for photographs if its published weights are available."""
-    return PUBLISHED[has_gpus][EFFORTS.index(effort)]
 
 
 def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:

@@ -23,6 +23,7 @@ from zerovision.models.weights_metadata import open_weights, read_facts
 from zerovision.planning.choose import (
     EFFORTS,
     MINUTES,
+    PUBLISHED,
     Choices,
     Facts,
     Published,
@@ -30,7 +31,6 @@ from zerovision.planning.choose import (
     has_head_first,
     of_head,
     values_of,
-    wanted_network,
 )
 from zerovision.training.base.errors import UserError, check_name
 from zerovision.training.base.plugins import load_plugins
@@ -48,8 +48,6 @@ from zerovision.training.observe.new_run import named_after_data, refuse_existin
 LEAST_MINUTES = 0.1  # the time limit of a stage that starts when no time is left
 SAMPLE = 32  # number of images whose sizes are read
 HUB_SECONDS = 2.0
-PROCESSOR = Path("/proc/cpuinfo")
-BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,9 @@ def choose_run(
     if values["data"].startswith("hf:"):
         values.setdefault("download", True)  # the user requests it by naming such data
     asked = {**preset, **values}
-    effort = effort or _effort_of(asked)
+    if not effort:  # the one that fits the time that the user allows
+        minutes = asked.get("minutes") or MINUTES["minutes"]
+        effort = next((each for each in EFFORTS if minutes <= MINUTES[each]), EFFORTS[-2])
     facts = gather(asked, effort, ranks[1])
     choices = choose(facts, asked, effort)
     config = settled({**values_of(choices), **values}, preset, label_of, is_launched=is_launched)
@@ -145,12 +145,6 @@ def choose_run(
     for stage in stages:
         refuse_existing(stage, run_folder(stage))
     return ChosenRun(stages, choices, describe(facts, choices, stages, ranks[0]), began)
-
-
-def _effort_of(given: Mapping[str, Any]) -> str:
-    """Return the effort that fits the time that the user allows; by default, "minutes"."""
-    minutes = given.get("minutes") or MINUTES["minutes"]
-    return next((effort for effort in EFFORTS if minutes <= MINUTES[effort]), EFFORTS[-2])
 
 
 def with_head(head: TrainConfig, config: TrainConfig) -> list[TrainConfig]:
@@ -194,6 +188,9 @@ def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
         parts = [PARTS[number] for number in np.unique(images["part"])]
         counts = np.unique(images["label"][in_train], return_counts=True)[1]
         side = _usual_side(images, np.flatnonzero(in_train))
+    features = list[str]()
+    with contextlib.suppress(OSError):
+        features = Path("/proc/cpuinfo").read_text(errors="replace").split()
     return Facts(
         images=int(counts.sum()),
         classes=0 if options.reads_lists else len(counts),
@@ -203,7 +200,7 @@ def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
         is_files=images is not None,
         has_val=images is None or VAL in parts,
         gpus=gpus,
-        has_bf16=_has_bf16(),
+        has_bf16=not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(features),
         published=_weights(given, effort, has_gpus=gpus > 0, is_small=images is None),
     )
 
@@ -217,13 +214,6 @@ def _usual_side(images: Any, rows: np.ndarray) -> int:
     return int(statistics.median(found)) if found else 0
 
 
-def _has_bf16() -> bool:
-    with contextlib.suppress(OSError):
-        words = {*PROCESSOR.read_text(errors="replace").split()}
-        return bool(words & {*BF16})
-    return False
-
-
 def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small: bool) -> Published | None:
     """Return the pretrained weights of the given network, or of the network to be chosen; None if it has none."""
     if file := given.get("weights"):
@@ -232,7 +222,7 @@ def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small:
             size = min(sides(facts["preprocessing"].image_size))
             return Published(facts["description"].model_type, size, where=as_typed(f"of {file}"))
         return None
-    name = str(given.get("model_type", wanted_network(effort, has_gpus=has_gpus)))
+    name = str(given.get("model_type", PUBLISHED[has_gpus][EFFORTS.index(effort)]))
     if is_small or given.get("pretrained") is False:
         return None
     import timm

@@ -101,7 +101,7 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
-def detect_machine(ranks: int = 1) -> Machine:
+def detect_machine(ranks: int) -> Machine:
     """Return this process's machine: its GPUs, or a CPU rank's share of its memory.
 
     Args:

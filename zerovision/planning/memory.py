@@ -130,10 +130,10 @@ def plan_memory(
     if engine == "deepspeed":
         needs = _deepspeed(sizes, plan, ranks, on_cpu=device == "cpu")
     elif plan.zero_stage == 1:
-        rows = _rows(ranks, accumulation_steps)
-        needs = _flat_buffers(sizes, plan, ranks, rows, shares_memory=device == "cpu" or ranks == 1)
+        tree = StepTree(ranks, accumulation_steps)
+        needs = _flat_buffers(sizes, plan, ranks, tree, shares_memory=device == "cpu" or ranks == 1)
     else:
-        needs = _fsdp2(sizes, plan, ranks, _sums_kept(Leaves(ranks, accumulation_steps, plan.gradient_shards)))
+        needs = _fsdp2(sizes, plan, Leaves(ranks, accumulation_steps, plan.gradient_shards))
 
     def missing(done: int, ready: Callable[[int], int]) -> float:
         """Return the bytes that the backward pass has yet to allocate after computing this many gradient elements."""
@@ -181,19 +181,21 @@ class _Needs:
     """Bytes of temporary tensors at the end of a step."""
 
 
-def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, rows: int, *, shares_memory: bool) -> _Needs:
+def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, tree: StepTree, *, shares_memory: bool) -> _Needs:
     """Return the bytes for stage 1 of PyTorch's engine, where gradients and their sums keep their memory between steps.
 
     Ranks that share memory share one copy of the weights, a part of which is attributed to each rank; other ranks
     receive the sums of all ranks for their own part.
     """
     whole, part = _whole_and_part(sizes, plan)
+    # Full-size gradients: the running sum, and the sums that the tree sets aside.
+    rows = max(tree.rows_sent, 1 + max(segment.most_parked for segment in tree.segments))
     sums = part if ranks > 1 else 0
     received = 0 if shares_memory else whole
     return _Needs(part if shares_memory else whole, rows * whole + sums + received)
 
 
-def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Needs:
+def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, leaves: Leaves) -> _Needs:
     """Return the bytes for stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
 
     Besides its own part, a rank keeps all weights at stage 2. At stage 3, it keeps the weights outside all blocks and
@@ -202,7 +204,10 @@ def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, ranks: int, kept: int) -> _Nee
     of the backward pass.
     """
     whole, part = _whole_and_part(sizes, plan)
-    if ranks == 1:
+    # The largest number of partial gradient sums that a rank keeps from one micro-step to the next.
+    total, ends = leaves.ranks * leaves.per_rank, range(1, leaves.per_rank)
+    kept = max((len(plan_segment(0, end * leaves.in_turn, total).nodes) for end in ends), default=0)
+    if leaves.ranks == 1:
         return _Needs(whole, (1 + kept) * whole, ready=lambda done: done)
     gathered = sizes.trained if plan.zero_stage == 2 else sizes.next_block + sizes.outside
     sent = FLOAT32_BYTES * (2 * sizes.largest_block + sizes.outside)
@@ -248,18 +253,6 @@ def _deepspeed(sizes: ModelSizes, plan: ParallelPlan, ranks: int, *, on_cpu: boo
 def _whole_and_part(sizes: ModelSizes, plan: ParallelPlan) -> tuple[float, float]:
     """Return the bytes of one fp32 value per trained parameter, and the bytes of this rank's part of these values."""
     return FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
-
-
-def _rows(ranks: int, accumulation_steps: int) -> int:
-    """Return the number of full-size gradients on a rank: the running sum, and the sums that the tree sets aside."""
-    tree = StepTree(ranks, accumulation_steps)
-    return max(tree.rows_sent, 1 + max(segment.most_parked for segment in tree.segments))
-
-
-def _sums_kept(leaves: Leaves) -> int:
-    """Return the largest number of partial gradient sums that a rank keeps from one micro-step to the next."""
-    total, ends = leaves.ranks * leaves.per_rank, range(1, leaves.per_rank)
-    return max((len(plan_segment(0, end * leaves.in_turn, total).nodes) for end in ends), default=0)
 
 
 def _on_gpu(found: MemoryPlan, engine: str, offload: str) -> MemoryPlan:

@@ -161,11 +161,8 @@ def _described(job: PlannedJob, rows: list[Option], filled: Option | None) -> di
     }
 
 
-IMAGENET: dict[str, Any] = {
-    "classes": 1000,
-    "image_size": 224,
-    "images": 1_281_167,
-}  # the data set to plan for without --data
+# The data set to plan for without --data.
+IMAGENET: dict[str, Any] = {"classes": 1000, "image_size": 224, "images": 1_281_167}
 STEPS, WARM_UP_STEPS = 20, 5  # timed steps, and steps before them
 
 

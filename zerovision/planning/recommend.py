@@ -39,8 +39,7 @@ def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
             alternatives that work.
     """
     config, rungs = job.config, list[Rung]()
-    asked = config.ranks_per_replica > 1 or config.engine not in OUR_ENGINE or config.has_own_sharding
-    tries_meshes = not asked
+    tries_meshes = config.ranks_per_replica == 1 and config.engine in OUR_ENGINE and not config.has_own_sharding
     while (fitting := next((each for each in engines_of(job, config) if fits(job, each)), None)) is None:
         rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
         if tries_meshes and (rung is None or _costs_more_than_a_mesh(rung)):

@@ -200,7 +200,7 @@ def stages_of(workload: Workload, config: TrainConfig, precision: str, device: s
     for rank in range(ranks):
         own = range(rank, count, ranks)
         stages = [[piece for piece, at in zip(found.pieces, stage_of, strict=True) if at == stage] for stage in own]
-        held = _held(stages, _under_way(config, rank))
+        held = _held(stages, config, rank)
         sizes = sizes_of(network, {name for stage in own for name in names[stage]})
         shares.append(RankShare(sizes, held, workload.whole_bytes + (0 if rank else found.saved + found.workspace)))
     return tuple(shares)
@@ -222,19 +222,14 @@ def _members_of(
     return tuple(shares)
 
 
-def _under_way(config: TrainConfig, rank: int) -> int:
-    """Return the largest number of micro-batches whose activations a rank keeps, counted once per stage.
-
-    See Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
-    """
-    steps, ranks = config.gradient_accumulation_steps, config.pipeline_parallel
-    if config.pipeline_schedule == "interleaved":
-        return min(2 * steps, 2 * (ranks - rank - 1) + ranks + 1)
-    return min(steps, ranks - rank)
-
-
-def _held(stages: list[list[Piece]], under_way: int) -> Activations:
+def _held(stages: list[list[Piece]], config: TrainConfig, rank: int) -> Activations:
     """Return the activations of a rank, counting a stage's input twice: as received, and in its new layout."""
+    # The largest number of micro-batches whose activations the rank keeps, counted once per stage: Narayanan et al.
+    # 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+    steps, ranks = config.gradient_accumulation_steps, config.pipeline_parallel
+    under_way = min(steps, ranks - rank)
+    if config.pipeline_schedule == "interleaved":
+        under_way = min(2 * steps, 2 * (ranks - rank - 1) + ranks + 1)
     kept = sum(sum(piece.saved for piece in stage) + 2 * stage[0].entered for stage in stages)
     workspace = 0
     for stage in stages:
