@@ -12,25 +12,16 @@ STAMP=.venv/.installed-
 UNFINISHED=.venv/.unfinished
 CROP_JPEG=zerovision/training/data/reading/native/crop_jpeg.c
 SCRATCH=
+trap '[[ -z $SCRATCH ]] || rm -rf -- "$SCRATCH"' EXIT
 
 die() {
     printf 'setup: %s\n' "$*" >&2
     exit 2
 }
 
-cleanup() {
-    [[ -z $SCRATCH ]] || rm -rf -- "$SCRATCH"
-}
-trap cleanup EXIT
-
 wanted() {
     cksum requirements.txt "$1"
     ! [[ -f $CROP_JPEG ]] || cksum "$CROP_JPEG"
-}
-
-up_to_date() {
-    local stamp=$STAMP$REQUIREMENTS
-    [[ -f $stamp && ! -e $UNFINISHED && -x .venv/bin/python && $(<"$stamp") == "$(wanted "$REQUIREMENTS")" ]]
 }
 
 version() {
@@ -41,28 +32,6 @@ version() {
 check_python() {
     CHOSEN=$(version "$PYTHON") ||
         die "'$PYTHON' is not Python 3.11 or later: name one, as in 'make setup PYTHON=python3.12'."
-}
-
-# Sets UV to a working uv, installed into a temporary folder if necessary; to nothing if no uv can be installed.
-find_uv() {
-    UV=uv
-    ! uv --version >/dev/null 2>&1 || return 0
-    SCRATCH=$(mktemp -d)
-    "$PYTHON" -m pip install --quiet --target "$SCRATCH" "uv==$UV_VERSION" >/dev/null 2>&1 || true
-    UV=$SCRATCH/bin/uv
-    [[ -x $UV ]] || UV=
-}
-
-# Sets CERTIFICATES to variables that make uv trust the authorities that pip trusts: uv has its own list, and a private
-# network's authority is only in the system's list. If the system's list is empty, uv's list is used.
-find_certificates() {
-    mapfile -t CERTIFICATES < <("$PYTHON" -c '
-import os, ssl
-system = ssl.get_default_verify_paths()
-if system.cafile and os.path.getsize(system.cafile):
-    print("SSL_CERT_FILE=" + system.cafile)
-if system.capath and os.listdir(system.capath):
-    print("SSL_CERT_DIR=" + system.capath)')
 }
 
 make_environment() {
@@ -83,20 +52,6 @@ install_requirements() {
     fi
 }
 
-# Without compiled bytecode, every start compiles all imports again: 14 s to the first step instead of 9.
-compile_bytecode() {
-    local cores count='from zerovision.training.base.control_groups import usable_cores; print(usable_cores())'
-    cores=$(.venv/bin/python -c "$count" 2>/dev/null) || cores=1
-    env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m compileall -q -j "$cores" \
-        .venv/lib scripts zerovision models tests >/dev/null || true
-}
-
-# Optional: reading a JPEG takes a fifth less time; needs a C compiler and libjpeg-turbo's headers (package libjpeg-dev).
-compile_crop_jpeg() {
-    [[ -f scripts/doctor.py ]] || return 0
-    .venv/bin/python scripts/doctor.py --compile >/dev/null 2>&1 || true
-}
-
 [[ -f $REQUIREMENTS ]] || die "no file '$REQUIREMENTS': give requirements.txt or requirements-dev.txt."
 if command -v flock >/dev/null; then
     exec 9<requirements.txt
@@ -108,11 +63,28 @@ if [[ $PYTHON != python3 ]]; then # the user has chosen it; the default may diff
     [[ $present == "$CHOSEN" || -e $UNFINISHED ]] ||
         die ".venv has Python $present, and '$PYTHON' is $CHOSEN: remove it with 'make clean' first, or leave PYTHON out."
 fi
-up_to_date && exit
+stamp=$STAMP$REQUIREMENTS
+if [[ -f $stamp && ! -e $UNFINISHED && -x .venv/bin/python && $(<"$stamp") == "$(wanted "$REQUIREMENTS")" ]]; then
+    exit
+fi
 check_python
 printf 'setup: installing %s into .venv (5 GB; about a minute with a fast network)\n' "$REQUIREMENTS" >&2
-find_uv
-find_certificates
+UV=uv
+if ! uv --version >/dev/null 2>&1; then
+    SCRATCH=$(mktemp -d)
+    "$PYTHON" -m pip install --quiet --target "$SCRATCH" "uv==$UV_VERSION" >/dev/null 2>&1 || true
+    UV=$SCRATCH/bin/uv
+    [[ -x $UV ]] || UV= # no uv can be installed
+fi
+# Variables that make uv trust the authorities that pip trusts: uv has its own list, and a private network's authority
+# is only in the system's list. If the system's list is empty, uv's list is used.
+mapfile -t CERTIFICATES < <("$PYTHON" -c '
+import os, ssl
+system = ssl.get_default_verify_paths()
+if system.cafile and os.path.getsize(system.cafile):
+    print("SSL_CERT_FILE=" + system.cafile)
+if system.capath and os.listdir(system.capath):
+    print("SSL_CERT_DIR=" + system.capath)')
 if [[ -e $UNFINISHED ]] || ! .venv/bin/python -c '' 2>/dev/null; then
     rm -rf .venv
     make_environment
@@ -127,8 +99,13 @@ if [[ -n $UV ]] && ! install_requirements; then
     touch "$UNFINISHED"
 fi
 [[ -n $UV ]] || install_requirements || die "the packages of $REQUIREMENTS could not be installed: the lines above say why."
-compile_bytecode
-compile_crop_jpeg
+# Without compiled bytecode, every start compiles all imports again: 14 s to the first step instead of 9.
+count='from zerovision.training.base.control_groups import usable_cores; print(usable_cores())'
+cores=$(.venv/bin/python -c "$count" 2>/dev/null) || cores=1
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m compileall -q -j "$cores" \
+    .venv/lib scripts zerovision models tests >/dev/null || true
+# Optional: reading a JPEG takes a fifth less time; needs a C compiler and libjpeg-turbo's headers (package libjpeg-dev).
+.venv/bin/python scripts/doctor.py --compile >/dev/null 2>&1 || true
 for installed in "$REQUIREMENTS" $(sed -n 's/^-r //p' "$REQUIREMENTS"); do
     wanted "$installed" >"$STAMP$installed"
 done

@@ -13,17 +13,13 @@
 set -euo pipefail
 
 # In a job, $0 is Slurm's private copy of this script: the repository is the folder where sbatch ran, or its parent.
-find_scripts() {
-    local folder
-    for folder in "$(dirname -- "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}" "${SLURM_SUBMIT_DIR:-.}/scripts"; do
-        [[ ! -f $folder/common.sh ]] || {
-            printf '%s' "$folder"
-            return
-        }
-    done
-}
-
-SCRIPTS_FOUND=$(find_scripts)
+SCRIPTS_FOUND=
+for folder in "$(dirname -- "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}" "${SLURM_SUBMIT_DIR:-.}/scripts"; do
+    if [[ -f $folder/common.sh ]]; then
+        SCRIPTS_FOUND=$folder
+        break
+    fi
+done
 if [[ -n ${SLURM_JOB_ID:-} && $(readlink "/proc/$$/fd/1") == /dev/null ]]; then
     # Without the repository, the user must still find the message below: it goes to the folder where sbatch ran.
     LOG_FOLDER=${SCRIPTS_FOUND:+$SCRIPTS_FOUND/../logs}
