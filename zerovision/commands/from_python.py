@@ -150,12 +150,15 @@ def train(data: str | Path, *, gpus: int | None = None, effort: str = "", **sett
     present = len(usable_gpus())
     ranks = gpus or 1
     facts = (ranks, min(present, ranks) if gpus is None else ranks if present else 0)
-    chosen = choose_run(_read(data, settings), effort, facts, labels_of(CALL), is_launched=gpus is not None)
-
-    def train_stage(config: TrainConfig) -> int:
-        return run(config, Start(plan_memory=predicted_tensors), leave_files, gpus=gpus, raises=True)
-
-    code, folder = chosen.train(train_stage), chosen.folder
+    given = {"data": data, **settings}
+    values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
+    if isinstance(files := values.get("plugin"), (list, tuple)):
+        values["plugin"] = ",".join(map(os.fspath, files))
+    chosen = choose_run(read_values(values, CALL), effort, facts, labels_of(CALL), is_launched=gpus is not None)
+    code = chosen.train(
+        lambda stage: run(stage, Start(plan_memory=predicted_tensors), leave_files, gpus=gpus, raises=True)
+    )
+    folder = chosen.folder
     if code == USER_ERROR_EXIT_CODE:
         raise UserError("training did not start: see standard error for the reason.")
     if code == 128 + signal.SIGINT:
@@ -176,15 +179,6 @@ def evaluate(model: str | Path, data: str | Path = "", **options: Any) -> Evalua
 def predict(model: str | Path, images: str | Path | Iterable[str | Path], **options: Any) -> Predictions:
     """Label images; see `zerovision.delivery.predict.predict`, which yields predictions for any number of images."""
     return Predictions(prediction.predict(model, images, **options))
-
-
-def _read(data: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a call by field; raise a UserError for the first wrong value."""
-    given = {"data": data, **settings}
-    values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
-    if isinstance(files := values.get("plugin"), (list, tuple)):
-        values["plugin"] = ",".join(map(os.fspath, files))
-    return read_values(values, CALL)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

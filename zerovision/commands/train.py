@@ -92,7 +92,7 @@ def run(settings: TrainSettings) -> int:
     return code
 
 
-def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
+def outcome(folder: RunFolder, *, has_numbers: bool) -> list[str]:
     """Return the scores of a run's model, its weakest class, and the next commands.
 
     Args:
@@ -100,9 +100,14 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
         has_numbers: whether the run's images are not 8-bit, so that no export can contain their preprocessing.
     """
     from zerovision.delivery.intervals import interval_of
+    from zerovision.delivery.trained_model import find_run
     from zerovision.training.observe.evaluation import read_scores
 
-    lines, run = [], shlex.quote(_name_for_commands(folder))
+    lines, run = [], shown_path(folder.path)
+    with contextlib.suppress(UserError):
+        if find_run(folder.name).samefile(folder.path):  # commands find the run by its name
+            run = folder.name
+    run = shlex.quote(run)
     of_test = read_scores(folder.path / TEST_EVALUATION)
     scores = of_test or read_scores(folder.path / EVALUATION)
     if scores:
@@ -125,13 +130,3 @@ def outcome(folder: RunFolder, *, has_numbers: bool = False) -> list[str]:
         for name, rest in commands.items()
     ]
     return lines
-
-
-def _name_for_commands(folder: RunFolder) -> str:
-    """Return a run's name if commands find the run by that name, otherwise the path to its folder."""
-    from zerovision.delivery.trained_model import find_run
-
-    with contextlib.suppress(UserError):
-        if find_run(folder.name).samefile(folder.path):
-            return folder.name
-    return shown_path(folder.path)
