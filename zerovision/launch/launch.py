@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from zerovision.launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_launcher
+from zerovision.launch.arguments import check_training, print_command, read_arguments, run_launcher
 from zerovision.launch.hosts import HERE, read_hostfile, split_hosts
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.launch.node_run import (
@@ -138,7 +138,13 @@ class ClusterRun:
         now = time.monotonic()
         self._nodes.beat()
         if self._received and not self._sent:
-            self._pass_on()
+            self._sent = PASSED_ON[signal.Signals(self._received[0])]
+            for node in self._taking_part:
+                node.send("signal", number=self._sent)
+            name = signal.Signals(self._sent).name
+            print(f"{name}: all ranks save and stop; press Ctrl-C to stop without saving", file=sys.stderr, flush=True)
+            time.sleep(REPEAT_SECONDS)
+            self._received.clear()
         elif self._absent and not self._sent and not self._back:
             self._bring_back(self._absent)
         elif self._sent and signal.SIGINT in self._received:
@@ -164,15 +170,6 @@ class ClusterRun:
         if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
             return DEAD_RANK_SECONDS + 1  # a second longer than a node waits after one of its own ranks has died
         return OTHER_NODES_SECONDS if endings else math.inf
-
-    def _pass_on(self) -> None:
-        self._sent = PASSED_ON[signal.Signals(self._received[0])]
-        for node in self._taking_part:
-            node.send("signal", number=self._sent)
-        name = signal.Signals(self._sent).name
-        print(f"{name}: all ranks save and stop; press Ctrl-C to stop without saving", file=sys.stderr, flush=True)
-        time.sleep(REPEAT_SECONDS)
-        self._received.clear()
 
     def _bring_back(self, absent: Roster) -> None:
         """Make the ranks save and stop if hosts have returned and the next start can use more nodes."""
@@ -272,7 +269,13 @@ def main(words: list[str]) -> int:
             nodes.connect([HERE])  # its agent starts while this process checks the rest, and exits if this process does
     given = resolve_strategy(given, given.nodes)
     config = check_training(given.training)
-    hosts = [HERE] if is_local else _hosts(given)
+    hosts = [HERE]  # rank 0's first
+    if given.hosts:
+        hosts = split_hosts(given.hosts, given.nodes)[: given.nodes]
+    elif not is_local:
+        default = Path("hostfile.txt")
+        path = Path(given.hostfile or (default if default.is_file() else log_folder().parent / default))
+        hosts = list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
     counts = range(given.nodes, (given.min_nodes or given.nodes) - 1, -1)
     check_new_run(config, [count * given.ranks_per_node for count in counts])
     if given.dry_run:
@@ -286,15 +289,6 @@ def main(words: list[str]) -> int:
         return code
     remember_line(["bash"], script, arguments)
     return train(plan, nodes, receive_signals()).ending.code
-
-
-def _hosts(given: LaunchArguments) -> list[str]:
-    """Return the hosts that the launch uses, rank 0's first."""
-    if given.hosts:
-        return split_hosts(given.hosts, given.nodes)[: given.nodes]
-    default = Path("hostfile.txt")
-    path = Path(given.hostfile) if given.hostfile else default if default.is_file() else log_folder().parent / default
-    return list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
 
 
 def preflight(plan: Plan, nodes: Nodes) -> int:
