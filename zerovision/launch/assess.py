@@ -80,7 +80,7 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
         saved_bytes: total size in bytes of the weights and one checkpoint, or 0 if unknown.
     """
     rows = [
-        assess_packages(facts, read_pins((REPO_ROOT / "requirements.txt").read_text())),
+        assess_packages(facts, (REPO_ROOT / "requirements.txt").read_text()),
         assess_gpus(facts, ranks, cluster_has_gpus=cluster_has_gpus),
         *assess_gpu_health(facts["gpus"]),
         *assess_limits(facts, max(ranks, 1), all_ranks, saved_bytes),
@@ -96,8 +96,9 @@ def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus
     return rows
 
 
-def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
-    """Compare the installed versions with requirements.txt, and check that torch and torchvision match."""
+def assess_packages(facts: Facts, requirements: str) -> Row:
+    """Compare the installed versions with those of requirements.txt, and check that torch and torchvision match."""
+    pins = dict(re.findall(r"^([A-Za-z0-9_-]+)==(\S+)", requirements, flags=re.MULTILINE))
     versions = {name: version.partition("+")[0] for name, version in facts["software"].items() if name != "code"}
     packages = {name: version for name, version in versions.items() if name != "Python"}
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -113,11 +114,6 @@ def assess_packages(facts: Facts, pins: Mapping[str, str]) -> Row:
     if others:
         return Row("packages", "warning", f"differs from requirements.txt: {', '.join(others)}", "make clean setup")
     return Row("packages", "ok", found)
-
-
-def read_pins(requirements: str) -> dict[str, str]:
-    """Return the pinned versions of a requirements.txt, by package."""
-    return dict(re.findall(r"^([A-Za-z0-9_-]+)==(\S+)", requirements, flags=re.MULTILINE))
 
 
 def assess_gpus(facts: Facts, ranks: int, *, cluster_has_gpus: bool) -> Row:

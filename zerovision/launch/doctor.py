@@ -272,7 +272,10 @@ def _examine_network(nodes: Nodes, request: Request, hosts: Mapping[str, Facts])
     """Have the hosts that can import torch connect to each other, then measure an all-reduce across all ranks."""
     hosts = {host: facts for host, facts in hosts.items() if not facts["import_problem"]}
     use_gpu = all(facts["gpus"] and facts["torch_cuda"] for facts in hosts.values())
-    ranks = {host: _ranks(request.slots[host], facts, use_gpu) for host, facts in hosts.items()}
+    ranks = {}
+    for host, facts in hosts.items():  # at most one rank per GPU, or per core if any host has no GPU
+        most = len(facts["gpus"]) if use_gpu else facts["cores"]
+        ranks[host] = min(request.slots[host] or (most if use_gpu else 1), most)
     if sum(ranks.values()) < 2:
         return []
     known = [facts["address"] or _address_of(host) for host, facts in hosts.items()]
@@ -298,12 +301,6 @@ def _examine_network(nodes: Nodes, request: Request, hosts: Mapping[str, Facts])
     answers |= {host: {"problem": "no answer"} for host in hosts if host not in answers}
     way = f"over {', '.join(sorted({*interfaces.values()} - {''})) or 'an unknown interface'}"
     return [assess_all_reduce(answers, sum(ranks.values()), way if len(hosts) > 1 else "within one machine")]
-
-
-def _ranks(slots: int, facts: Facts, use_gpu: bool) -> int:
-    """Return a host's number of ranks in the network check: at most one per GPU, or per core if any host has no GPU."""
-    most = len(facts["gpus"]) if use_gpu else facts["cores"]
-    return min(slots or (most if use_gpu else 1), most)
 
 
 def _address_of(host: str) -> str:
