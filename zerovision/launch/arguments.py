@@ -93,8 +93,7 @@ class LaunchArguments:
     @property
     def training(self) -> list[str]:
         """The training entry point's arguments as --flag=value, so that no value can be mistaken for a flag."""
-        words = [f"{flag}={self.positional[word]}" for flag, word in WORD_OF.items()]
-        return [*words, *self.flags]
+        return [*(f"{flag}={self.positional[word]}" for flag, word in WORD_OF.items()), *self.flags]
 
     def command(self, program: str) -> list[str]:
         """Return the command that runs `program` with these arguments, using flags instead of environment variables."""

@@ -133,11 +133,8 @@ def split_hosts(names: str, nodes: int = 1) -> list[str]:
 
 def scontrol(*arguments: str, stderr: int | None = None) -> str | None:
     """Run Slurm's scontrol; return its output, or None if it fails."""
-    command = ["scontrol", *arguments]
     try:
-        return subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=SCONTROL_SECONDS, check=True
-        ).stdout
+        return subprocess.check_output(["scontrol", *arguments], stderr=stderr, text=True, timeout=SCONTROL_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return None
 

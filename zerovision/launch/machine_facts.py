@@ -116,8 +116,7 @@ def torch_facts() -> Facts:
         return {"import_problem": f"{type(error).__name__}: {error}"[:200], "torch_cuda": None}
     from zerovision.training.data.reading.native import load_library
 
-    has_crop = load_library() is not None
-    return {"import_problem": None, "torch_cuda": torch.version.cuda, "decodes_parts": has_crop}
+    return {"import_problem": None, "torch_cuda": torch.version.cuda, "decodes_parts": load_library() is not None}
 
 
 def log_folder_facts(folder: Path) -> Facts:

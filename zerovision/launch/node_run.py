@@ -146,8 +146,7 @@ class NodeRun:
 
     def _pass_on(self) -> int:
         """Forward the first received signal to the ranks; return the number of running ranks."""
-        number = self._received[0]
-        living = self._send(PASSED_ON[signal.Signals(number)])
+        living = self._send(PASSED_ON[signal.Signals(self._received[0])])
         if living:
             time.sleep(REPEAT_SECONDS)
             self._received.clear()

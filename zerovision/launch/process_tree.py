@@ -195,8 +195,7 @@ def remove_abandoned(place: Path) -> None:
     """Remove the folders in `place` whose creator has exited and whose launch has no running processes."""
     for owner in place.glob(f"{PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError):
-            facts = owner.parent.lstat()
-            if facts.st_uid != os.getuid() or owner.parent.is_symlink():
+            if owner.parent.lstat().st_uid != os.getuid() or owner.parent.is_symlink():
                 continue
             with owner.open("rb+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -208,5 +207,4 @@ def remove_abandoned(place: Path) -> None:
 def launch_environment(launch: LaunchProcesses, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a launch's processes: the given variables, the launch's mark and temporary folder."""
     environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
-    own = {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path), "TMPDIR": str(folder.path)}
-    return environment | own
+    return environment | {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path), "TMPDIR": str(folder.path)}
