@@ -210,8 +210,7 @@ def _take_rule(given: Mapping[str, Any], network: str, about: tuple[int, bool], 
     if {"optimizer", "preset"} & given.keys():
         return
     is_published = has_weights and not given.get("weights")
-    rules = (line for line in RULES if line[1] == is_published and re.match(line[0], network))
-    _, _, rule, images = next(rules)
+    _, _, rule, images = next(line for line in RULES if line[1] == is_published and re.match(line[0], network))
     peak = rule.get("learning_rate", model_spec(network).learning_rate)
     rate = float(f"{peak * math.sqrt(total / images):.2g}")
     start = "published" if is_published else "random" if not has_weights else "your"

@@ -114,8 +114,7 @@ def detect_machine(ranks: int) -> Machine:
     if not torch.cuda.is_available():
         return Machine(Gpu(CPU, usable_memory() // ranks), ranks)
     device = torch.cuda.get_device_properties(0)
-    has_bf16 = (device.major, device.minor) >= AMPERE
-    return Machine(Gpu(device.name, device.total_memory, has_bf16), ranks)
+    return Machine(Gpu(device.name, device.total_memory, (device.major, device.minor) >= AMPERE), ranks)
 
 
 GPUS_PER_NODE = 8

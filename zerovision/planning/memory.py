@@ -142,8 +142,7 @@ def plan_memory(
 
     later = 0.0
     if needs.ready is not None:
-        moments = activations.moments
-        later = activations.workspace - max(taken - missing(done, needs.ready) for taken, done in moments)
+        later = activations.workspace - max(taken - missing(done, needs.ready) for taken, done in activations.moments)
     versions = accumulation_steps if engine != "deepspeed" and accumulates else 0  # copies of BatchNorm's statistics
     found = MemoryPlan(
         weights=round(needs.weights + FLOAT32_BYTES * (sizes.parameters - sizes.trained)),

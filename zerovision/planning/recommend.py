@@ -104,8 +104,7 @@ def _as_rung(config: TrainConfig, mesh: TrainConfig) -> Rung:
 
 def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
     """Return one sentence that explains why this option is recommended."""
-    gpu = job.machine.gpu
-    need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
+    need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(job.machine.gpu.memory_bytes)} per GPU"
     if chosen.memory.offloaded:
         need += f" and {format_bytes(job.host_bytes(chosen))} of each machine's own memory for offloaded state"
     default = evaluate(job, dataclasses.replace(chosen.config, engine=job.config.engine))

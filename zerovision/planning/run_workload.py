@@ -144,8 +144,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Wor
     states = [value for state in optimizer.state.values() for value in state.values()]
     kept = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim > 0)
     sizes = sizes_of(network)
-    of_ways = sum(way.kept_values() for way in ways)
-    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + of_ways
+    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + sum(way.kept_values() for way in ways)
     return Workload(network, image_size, channels, sizes, values, whole_bytes)
 
 
