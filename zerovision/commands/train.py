@@ -82,8 +82,7 @@ def run(settings: TrainSettings) -> int:
     outlast_readers()
     present = len(usable_gpus())
     ranks = settings.gpus or present or 1
-    facts = (ranks, ranks if present else 0)
-    chosen = choose_run(settings.given, settings.effort, facts, FLAG_OF, is_launched=True)
+    chosen = choose_run(settings.given, settings.effort, (ranks, ranks if present else 0), FLAG_OF, is_launched=True)
     code = chosen.train(
         lambda stage: launch(["launch_distributed.sh", *launch_words(stage, ranks), *settings.launcher_flags])
     )
@@ -120,13 +119,9 @@ def outcome(folder: RunFolder, *, has_numbers: bool) -> list[str]:
         lines.append(
             f"worst class  {worst['name']}: {percent(worst['recall'])} of its {worst['support']} images are recognized"
         )
-    commands = {
-        "evaluate": f"{run}  # the same scores in full, with the worst images",
-        "predict": f"{run} PHOTO  # a new photo, or a folder",
-        "export": f"{run} --format onnx{'' if has_numbers else ' --with-preprocessing'}",
-    }
-    lines += [
-        f"{'next' if name == 'evaluate' else '':13}" + as_typed(f"python scripts/{name}.py {rest}")
-        for name, rest in commands.items()
+    commands = [
+        f"next         python scripts/evaluate.py {run}  # the same scores in full, with the worst images",
+        f"             python scripts/predict.py {run} PHOTO  # a new photo, or a folder",
+        f"             python scripts/export.py {run} --format onnx{'' if has_numbers else ' --with-preprocessing'}",
     ]
-    return lines
+    return [*lines, *map(as_typed, commands)]

@@ -41,8 +41,7 @@ def train(arguments: list[str]) -> int:
     from zerovision.training.run import run
     from zerovision.training.steps.carrier import Start
 
-    started = psutil.Process().create_time()
-    start = Start(Origin.of(os.environ), heartbeat, predicted_tensors, began=started)
+    start = Start(Origin.of(os.environ), heartbeat, predicted_tensors, began=psutil.Process().create_time())
     try:
         exit_code = run(config, start, leave_files)
     except UserError:
