@@ -52,15 +52,15 @@ def machine_facts(_node: str, order: Mapping[str, Any]) -> Facts:
         order: contains `log_dir`, the folder of all logs, which need not exist yet; `data`, the fields of the data
             set's `DataOptions`, or None; and `training`, the trainer's flags, or None.
     """
-    shared_memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+    shm_bytes, _, shm_free_bytes = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else (0, 0, 0)
     return {
         "software": software(),
         "cores": usable_cores(),
         "cpu_quota": quota_note(),
         "memory_bytes": usable_memory(),
         "memory_free_bytes": free_memory(),
-        "shm_bytes": shared_memory.total if shared_memory else 0,
-        "shm_free_bytes": shared_memory.free if shared_memory else 0,
+        "shm_bytes": shm_bytes,
+        "shm_free_bytes": shm_free_bytes,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "log_folder": log_folder_facts(Path(order["log_dir"])),
         "spare_port": free_port(),
