@@ -28,6 +28,7 @@ from zerovision.training.base.errors import (
 from zerovision.training.base.heartbeat import end_with_caller
 from zerovision.training.base.helper_processes import current_folder_kept_out
 from zerovision.training.base.lasting_output import outlast_readers
+from zerovision.training.base.run_folder import ENTRIES
 from zerovision.training.base.settings import MOST_GPUS_PER_NODE, MOST_NODES, MOST_RANKS
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.check import LAUNCHED_STRATEGIES
@@ -36,6 +37,7 @@ from zerovision.training.config.command_settings import declared, flag_of, numbe
 from zerovision.training.config.values import WORDS_OF_LAUNCH
 from zerovision.training.engines.settings import check_files
 
+ENTRY = str(ENTRIES / "train_distributed.py")
 MOST_OF = {"num_nodes": MOST_NODES, "num_gpus": MOST_GPUS_PER_NODE, "gpus_per_node": MOST_GPUS_PER_NODE}
 WORD_OF = {flag_of(name): name.removesuffix("_type") for name in WORDS_OF_LAUNCH}
 DAY_SECONDS = 86400

@@ -340,6 +340,7 @@ SSH_COMPLAINTS = {
     "closed by": ("ssh server closed the connection", "check the log of sshd on {host} (MaxStartups, AllowUsers)"),
     "reset by": ("the connection was reset", "check the log of sshd on {host} (MaxStartups, a firewall)"),
 }
+NOT_FOUND_CODES = (126, 127)  # from a shell: the command cannot be executed, or is not found
 
 
 def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
@@ -347,7 +348,7 @@ def explain(host: str, code: int, complaint: str) -> tuple[str, str]:
     for sign, (found, cure) in SSH_COMPLAINTS.items():
         if sign in complaint:
             return found, cure.format(host=host, root=REPO_ROOT)
-    if code in (126, 127):  # from a shell: the command cannot be executed, or is not found
+    if code in NOT_FOUND_CODES:
         return f"{sys.executable} is not there", f"make setup in {REPO_ROOT} on {host}, or share the folder"
     last = (complaint.strip() or "nothing on stderr").splitlines()[-1].strip()
     return f"the agent ended with code {code}: {last[:200]}", f"try: ssh {host} {' '.join(AGENT)}"

@@ -22,6 +22,14 @@ from zerovision.training.base.files import read_small_text
 HERE = "localhost"  # the name of this machine in a launch without other machines
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9][0-9]{0,3})")
+SSH_OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": 10,
+    # ssh exits after its other end has been silent for 3 x 5 seconds.
+    "ServerAliveInterval": 5,
+    "ServerAliveCountMax": 3,
+    "ControlPath": "none",  # a separate connection, which ends with this process
+}
 # Variables that sbatch sets. Some make srun give each task only a share of the node, although the agent is srun's only
 # task. Others redirect the agent's standard streams, which carry messages.
 DROPPED_VARIABLES = frozenset(
@@ -45,10 +53,7 @@ def ssh_command(host: str, command: list[str]) -> Command:
         host: a name that `read_hostfile` has accepted, so it cannot be read as an option.
         command: the program and its arguments.
     """
-    options = ["-oBatchMode=yes", "-oConnectTimeout=10"]
-    # ssh exits after its other end has been silent for 3 x 5 seconds.
-    options += ["-oServerAliveInterval=5", "-oServerAliveCountMax=3"]
-    options.append("-oControlPath=none")  # a separate connection, which ends with this process
+    options = [f"-o{name}={value}" for name, value in SSH_OPTIONS.items()]
     return ["ssh", "-T", *options, "--", host, "exec " + shlex.join(command)], None
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from zerovision.launch.arguments import check_training, print_command, read_arguments, run_launcher
+from zerovision.launch.arguments import ENTRY, check_training, print_command, read_arguments, run_launcher
 from zerovision.launch.hosts import HERE, read_hostfile, split_hosts
 from zerovision.launch.node_launcher import local_ranks_command
 from zerovision.launch.node_run import (
@@ -41,7 +41,7 @@ from zerovision.launch.restart_policy import NODES_BACK_CODE, RestartPolicy, Sta
 from zerovision.training.base.control_groups import quota_note, usable_cores
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.heartbeat import RESTARTS_VARIABLE, RUN_ID_VARIABLE
-from zerovision.training.base.run_folder import ENTRIES, log_folder
+from zerovision.training.base.run_folder import log_folder
 from zerovision.training.base.units import cpu_ranks, plural
 from zerovision.training.world.launchers import refuse_a_pod_alone, remember_line
 
@@ -127,7 +127,7 @@ class ClusterRun:
             arguments = [*plan.arguments, *resuming, *plan.batch_flags(count, resuming)]
             node.send(
                 "start",
-                command=[*starter, *place, str(ENTRIES / "train_distributed.py"), *arguments],
+                command=[*starter, *place, ENTRY, *arguments],
                 environment={**rendezvous.environment(node_rank), **plan.environment(), **of_this_start},
                 local_size=plan.given.ranks_per_node,
                 stop_timeout_s=plan.given.stop_timeout,

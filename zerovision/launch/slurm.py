@@ -40,6 +40,8 @@ from zerovision.training.world.machine import port_if_free
 
 TASK = "{task}"
 NODE_LIST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.,\[\]-]*")
+WARNED_CODE = 128 + signal.SIGUSR1
+TIME_LIMIT = "SIGUSR1, the time limit is near"
 
 
 @dataclass(frozen=True)
@@ -213,10 +215,10 @@ def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> tuple[
         earlier = JobRecord(position=last.position)
     if state is JobState.PREEMPTED:
         return "preempted: requeued", earlier
-    is_limit = last.code == 128 + signal.SIGUSR1
+    is_limit = last.code == WARNED_CODE
     if last.code in FINAL_CODES and not is_limit:
         return "", None
-    reason = "SIGUSR1, the time limit is near" if is_limit else last.reason or f"exit code {last.code}"
+    reason = TIME_LIMIT if is_limit else last.reason or f"exit code {last.code}"
     # "no sign of life for 11 s" and "... 12 s" are the same failure, even on different nodes.
     failure = re.sub(r"\d+", "N", reason)
     if failure in earlier.failures:

@@ -48,6 +48,8 @@ from zerovision.training.observe.new_run import named_after_data, refuse_existin
 LEAST_MINUTES = 0.1  # the time limit of a stage that starts when no time is left
 SAMPLE = 32  # number of images whose sizes are read
 HUB_SECONDS = 2.0
+PROCESSOR = Path("/proc/cpuinfo")
+BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -188,9 +190,6 @@ def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
         parts = [PARTS[number] for number in np.unique(images["part"])]
         counts = np.unique(images["label"][in_train], return_counts=True)[1]
         side = _usual_side(images, np.flatnonzero(in_train))
-    features = list[str]()
-    with contextlib.suppress(OSError):
-        features = Path("/proc/cpuinfo").read_text(errors="replace").split()
     return Facts(
         images=int(counts.sum()),
         classes=0 if options.reads_lists else len(counts),
@@ -200,7 +199,7 @@ def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
         is_files=images is not None,
         has_val=images is None or VAL in parts,
         gpus=gpus,
-        has_bf16=not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(features),
+        has_bf16=_has_bf16(),
         published=_weights(given, effort, has_gpus=gpus > 0, is_small=images is None),
     )
 
@@ -212,6 +211,13 @@ def _usual_side(images: Any, rows: np.ndarray) -> int:
         with contextlib.suppress(Exception), Image.open(io.BytesIO(images.content(int(row)))) as image:
             found.append(min(image.size))
     return int(statistics.median(found)) if found else 0
+
+
+def _has_bf16() -> bool:
+    with contextlib.suppress(OSError):
+        words = {*PROCESSOR.read_text(errors="replace").split()}
+        return bool(words & {*BF16})
+    return False
 
 
 def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small: bool) -> Published | None:
