@@ -24,6 +24,11 @@ wanted() {
     ! [[ -f $CROP_JPEG ]] || cksum "$CROP_JPEG"
 }
 
+up_to_date() {
+    local stamp=$STAMP$REQUIREMENTS
+    [[ -f $stamp && ! -e $UNFINISHED && -x .venv/bin/python && $(<"$stamp") == "$(wanted "$REQUIREMENTS")" ]]
+}
+
 version() {
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
@@ -63,10 +68,7 @@ if [[ $PYTHON != python3 ]]; then # the user has chosen it; the default may diff
     [[ $present == "$CHOSEN" || -e $UNFINISHED ]] ||
         die ".venv has Python $present, and '$PYTHON' is $CHOSEN: remove it with 'make clean' first, or leave PYTHON out."
 fi
-stamp=$STAMP$REQUIREMENTS
-if [[ -f $stamp && ! -e $UNFINISHED && -x .venv/bin/python && $(<"$stamp") == "$(wanted "$REQUIREMENTS")" ]]; then
-    exit
-fi
+up_to_date && exit
 check_python
 printf 'setup: installing %s into .venv (5 GB; about a minute with a fast network)\n' "$REQUIREMENTS" >&2
 UV=uv

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"  # as in `zerovision.training.base.heartbeat`
 CHANNEL_VARIABLE = "ZEROVISION_NODE_CHANNEL"  # a socket's descriptor: ranks and exit codes go out, orders come in
@@ -51,13 +52,9 @@ def main(arguments: list[str]) -> int:
         with passing_signals_on(ranks):
             code = wait_for_all(ranks, channel, given.stop_timeout)
         report(channel, code=code)
-        message = b""
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                message = channel.recv(LONGEST_ORDER)
-        if not message:  # there is no supervisor, or no next start
+        order = next_order(channel)
+        if order is None:
             return code
-        order = json.loads(message)  # the arguments and changed variables of the next start
         for pid in ranks:
             os.waitpid(pid, 0)
         given = parse(order["arguments"])
@@ -132,6 +129,15 @@ def report(channel: socket.socket | None, **message: object) -> None:
     if channel is not None:
         with contextlib.suppress(OSError):  # the supervisor is gone
             channel.send(json.dumps(message).encode())
+
+
+def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
+    """Return the arguments and changed variables of the next start, or None if there is no next start."""
+    if channel is not None:
+        with contextlib.suppress(OSError):
+            if order := channel.recv(LONGEST_ORDER):
+                return json.loads(order)
+    return None
 
 
 def is_closed(channel: socket.socket | None) -> bool:

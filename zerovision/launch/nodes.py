@@ -147,6 +147,13 @@ class Shell:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
     all_read: Event = field(default_factory=Event)
 
+    def end(self, number: int, deadline: float) -> None:
+        """Send the process a signal (0: none) if it is still running, and wait until the deadline for it to exit."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if number and self.process.poll() is None:
+                os.killpg(self.process.pid, number)
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+
     def failure(self) -> str:
         """Return why no agent will run on the host, or '' while the process is running."""
         if self.process.poll() is None:
@@ -240,10 +247,7 @@ class Nodes:
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + SHELL_EXIT_SECONDS
             for shell in self._shells:
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    if number and shell.process.poll() is None:
-                        os.killpg(shell.process.pid, number)
-                    shell.process.wait(max(0.0, deadline - time.monotonic()))
+                shell.end(number, deadline)
         for reader in self._readers:  # if one prints while Python shuts down, Python aborts
             reader.join(max(0.0, deadline - time.monotonic()))
         with self._lock:

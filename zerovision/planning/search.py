@@ -70,6 +70,17 @@ class PlannedJob:
             self._divided[ranks] = workload_of(config, self.classes, self.image_size)
         return self._divided[ranks]
 
+    def plan_for(self, config: TrainConfig) -> ParallelPlan:
+        """Return how a configuration distributes the state over the job's ranks.
+
+        Raises:
+            UserError: if the ranks cannot form the configuration's mesh.
+        """
+        of_data, local = data_ranks(self.ranks, config.mesh), min(self.machine.ranks, self.ranks)
+        check_machine(config, local)
+        shards = local // config.ranks_per_replica if config.replicate_across == "nodes" else 0
+        return plan_of(config.strategy, of_data, config.offload, shards)
+
     @property
     def device(self) -> str:
         """The type of the ranks' devices, as PyTorch names it."""
@@ -125,18 +136,14 @@ def evaluate(job: PlannedJob, config: TrainConfig, *, counts_activations: bool =
             predicted memory is too low.
 
     Raises:
-        UserError: if the engine does not support the settings, the update rule does not support the engine and
-            strategy, or the ranks cannot form the configuration's mesh.
+        UserError: if the engine does not support the settings, or the update rule does not support the engine and
+            strategy.
     """
     sharded = STRATEGIES[config.strategy].zero_stage > 1
     check_optimizer(FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=sharded)
     if config.ranks_per_replica > 1:
         check_config(config, FLAG_OF)
-    of_data, local = data_ranks(job.ranks, config.mesh), min(job.machine.ranks, job.ranks)
-    check_machine(config, local)
-    shards = local // config.ranks_per_replica if config.replicate_across == "nodes" else 0
-    plan = plan_of(config.strategy, of_data, config.offload, shards)
-    workload = job.workload_for(config)
+    plan, workload = job.plan_for(config), job.workload_for(config)
     name = resolve_engine(config, plan, workload.network, needing_torch(config))
     is_cut = config.ranks_per_replica > config.ranks_per_layer  # whether the network is cut into stages
     if not counts_activations:  # nor the sizes of stages, which require activations
