@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -74,6 +74,14 @@ def equal_images(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) -> di
     }
 
 
+def lines_of(found: Mapping[str, Equal]) -> Iterator[str]:
+    """Yield one line for each kind of finding, with advice on what to do about it."""
+    for kind, (images, examples) in found.items():
+        if images:
+            pairs = "; ".join(f"{one} = {other}" for one, other in examples)
+            yield f"{images} {CURES[kind]} ({pairs}{'; ...' if images > len(examples) else ''})"
+
+
 IMAGES_PER_MESSAGE = 64
 IMAGES_WORTH_A_WORKER = 1000  # fewer images are decoded before a worker has started
 TITLES = {"train": "train", "val": "validation", "test": "test"}
@@ -135,10 +143,7 @@ def print_report(data: str, report: DataReport) -> None:
     table.add_row("all", *(str(len(part)) for part in parts.values()))
     console.print(table)
     lines = [f"note: {printable(note)}" for note in datasets.notes]
-    for kind, (images, examples) in equal_images(datasets, report.digests).items():
-        if images:
-            pairs = "; ".join(f"{one} = {other}" for one, other in examples)
-            lines.append(f"{images} {CURES[kind]} ({pairs}{'; ...' if images > len(examples) else ''})")
+    lines += lines_of(equal_images(datasets, report.digests))
     if report.sizes:
         smallest, largest = (f"{width}x{height}" for width, height in report.sizes)
         lines.append(f"smallest image {smallest}, largest {largest} pixels")
