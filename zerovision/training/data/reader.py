@@ -47,8 +47,6 @@ from zerovision.training.world.preserved_process import preserved_generators
 # Installed packages only: Python 3.11's fork server lacks the paths that a script added to sys.path.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
 _SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
-BATCHES_OF_A_WORKER = 3  # in shared memory at the same time: two read ahead, one in use
-QUEUE_SECONDS = 2.0  # time limit for closing queues to workers that have died
 MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
 
 
@@ -145,7 +143,8 @@ def fit_workers_into_memory(
     """
     room = 0
     if os.access(SHARED_MEMORY, os.W_OK):  # otherwise it has no room even for the workers' semaphores
-        room = shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
+        # Each worker has three batches there at the same time: two read ahead, one in use.
+        room = shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * 3 * ranks_on_machine)
     if workers <= room:
         return workers
     problem = f"{SHARED_MEMORY} has room for the batches of {room} data workers of each rank"
@@ -195,39 +194,34 @@ class _WorkerContext(ForkServerContext):
         """
         threads = [getattr(queue, "_thread", None) for queue in self._queues]
         self._queues.clear()
-        deadline = time.monotonic() + QUEUE_SECONDS
+        deadline = time.monotonic() + 2.0  # a thread may never end if its worker has died
         for thread in filter(None, threads):
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def worker_context() -> _WorkerContext:
-    """Return the multiprocessing context for all workers, and start its fork server in the background."""
-    _raise_descriptor_limit()
-    context = _WorkerContext()
-    context.set_forkserver_preload(_PRELOADED_MODULES)
-    with temporary_files_in(socket_place()):
-        util.get_temp_dir()  # created now, and kept for all sockets of this process and its workers
-    _start_servers()
-    return context
+    """Return the multiprocessing context for all workers, and start its fork server in the background.
 
-
-@current_folder_kept_out()
-def _start_servers() -> None:
-    resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
-    # the fork server and its workers inherit the mask and keep it for life
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_THE_TRAINER)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def _raise_descriptor_limit() -> None:
-    """Raise the soft limit on open files, up to the hard limit; each batch from a worker needs some descriptors."""
+    The soft limit on open files is raised up to the hard limit, because each batch from a worker needs some
+    descriptors.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    context = _WorkerContext()
+    context.set_forkserver_preload(_PRELOADED_MODULES)
+    with temporary_files_in(socket_place()):
+        util.get_temp_dir()  # created now, and kept for all sockets of this process and its workers
+    with current_folder_kept_out():
+        resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
+        # the fork server and its workers inherit the mask and keep it for life
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_THE_TRAINER)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    return context
 
 
 def end_with_parent(worker_id: int) -> None:

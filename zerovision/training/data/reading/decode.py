@@ -42,12 +42,8 @@ Pixels = TypeVar("Pixels", np.ndarray, torch.Tensor)
 
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
-SCALE_NUMERATORS = (1, 2, 4)  # in eighths; libjpeg-turbo's other scales cost more time than they save
-# A phone's "multi-picture" JPEG contains the photo, then previews and depth maps, so it is not an animation.
-_FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 _ORIENTATION = 0x0112  # of EXIF
 _BROKEN_EXIF = (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError, struct.error)
-_APP1, _END_OF_JPEG = b"\xff\xe1", b"\xff\xd9"
 # of TIFF 6.0
 BITS_PER_SAMPLE, _PLANAR_CONFIGURATION, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 284, 262, 0
 
@@ -116,9 +112,13 @@ def _decode_jpeg(
         return None
     numerator = scale_numerator(full_height, full_width, shrink_to)
     height, width = (-(-side * numerator // 8) for side in (full_height, full_width))  # libjpeg rounds up
-    orientation = _orientation(data, max_pixels) if _APP1 in data else 1
+    orientation = 1
+    if b"\xff\xe1" in data:  # APP1, which contains EXIF
+        with suppress(Refused), opened(data, max_pixels) as header:
+            given: Any = header.getexif().get(_ORIENTATION)
+            orientation = given if given in range(1, 9) else 1
     # Without an end marker the file is truncated, and only decoding all of it shows where.
-    if choose is not None and orientation == 1 and data.endswith(_END_OF_JPEG):
+    if choose is not None and orientation == 1 and data.endswith(b"\xff\xd9"):
         part = crop_jpeg(data, numerator, choose(height, width))
         if part is not None:
             return part
@@ -135,13 +135,6 @@ def _decode_jpeg(
         image.getexif()[_ORIENTATION] = orientation
         pixels = np.array(ImageOps.exif_transpose(image))
     return crop(pixels, choose)
-
-
-def _orientation(data: bytes, max_pixels: int) -> int:
-    with suppress(Refused), opened(data, max_pixels) as image:
-        orientation: Any = image.getexif().get(_ORIENTATION)
-        return orientation if orientation in range(1, 9) else 1
-    return 1
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
@@ -170,7 +163,8 @@ def crop(pixels: Pixels, choose: BoxChooser | None) -> Pixels:
 
 def scale_numerator(height: int, width: int, image_size: int) -> int:
     """Return the scale of an image in eighths (1, 2, 4 or 8), as in Pillow's `draft` with twice the image size."""
-    return next((n for n in SCALE_NUMERATORS if image_size and min(height, width) * n // 8 >= 2 * image_size), 8)
+    # libjpeg-turbo's other scales cost more time than they save
+    return next((n for n in (1, 2, 4) if image_size and min(height, width) * n // 8 >= 2 * image_size), 8)
 
 
 def reduced(image: Image.Image, image_size: int = 0) -> np.ndarray:
@@ -192,7 +186,21 @@ def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
         with Image.open(io.BytesIO(without_metadata(data)), formats=pillow_formats()) as image:
             yield image
     except Exception as error:  # damaged files make Pillow raise nearly any exception
-        raise Refused(_reason(error, data, max_pixels)) from None
+        reason = str(error) or type(error).__name__
+        if isinstance(error, Image.UnidentifiedImageError):
+            reason = unknown_format(data)
+        elif isinstance(error, Image.DecompressionBombError) and (found := re.search(r"\d+", reason)):
+            reason = _too_many(int(found[0]), max_pixels)
+        raise Refused(reason) from None
+
+
+# How Pillow converts the values of a PNG to 8 bits when it loads them, for the raw modes in which it does not convert
+# the transparent color.
+_SCALED_TO_8_BITS = {
+    "L;2": lambda level: level * 85,
+    "L;4": lambda level: level * 17,
+    "RGB;16B": lambda colour: tuple(level >> 8 for level in colour),
+}
 
 
 def load(
@@ -203,52 +211,26 @@ def load(
     If there are several frames or pages, the first is used.
     """
     with opened(data, max_pixels) as image:
-        _check_header(image, max_pixels)
-        is_animated = getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES
-        if notes is not None and is_animated:
+        if image.width * image.height > max_pixels:
+            raise Refused(_too_many(image.width * image.height, max_pixels))
+        tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+        bits = tags.get(BITS_PER_SAMPLE, ())
+        if tags.get(_PLANAR_CONFIGURATION) == 2 and len(bits) > 1 and max(bits) > 8:
+            raise Refused("more than 8 bits in separate planes, which Pillow does not read: save it in another format")
+        # A phone's "multi-picture" JPEG contains the photo, then previews and depth maps, so it is not an animation.
+        if notes is not None and getattr(image, "is_animated", False) and image.format != "MPO":
             notes.append("several frames or pages: the first is used")
-        _scale_transparent_colour(image)
+        raw_mode = str(image.tile[0].args) if isinstance(image, PngImageFile) and image.tile else ""
+        if raw_mode in _SCALED_TO_8_BITS and "transparency" in image.info:
+            image.info["transparency"] = _SCALED_TO_8_BITS[raw_mode](image.info["transparency"])
         image.load()
         with suppress(*_BROKEN_EXIF):
             ImageOps.exif_transpose(image, in_place=True)
         return convert(image)
 
 
-def _reason(problem: Exception, content: bytes, max_pixels: int) -> str:
-    if isinstance(problem, Image.UnidentifiedImageError):
-        return unknown_format(content)
-    if isinstance(problem, Image.DecompressionBombError) and (found := re.search(r"\d+", str(problem))):
-        return _too_many(int(found[0]), max_pixels)
-    return str(problem) or type(problem).__name__
-
-
 def _too_many(pixels: int, max_pixels: int) -> str:
     return f"{pixels:,} pixels, more than the {max_pixels / 1e6:g} megapixels of --max-megapixels"
-
-
-def _check_header(image: Image.Image, max_pixels: int) -> None:
-    if image.width * image.height > max_pixels:
-        raise Refused(_too_many(image.width * image.height, max_pixels))
-    tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
-    bits = tags.get(BITS_PER_SAMPLE, ())
-    if tags.get(_PLANAR_CONFIGURATION) == 2 and len(bits) > 1 and max(bits) > 8:
-        raise Refused("more than 8 bits in separate planes, which Pillow does not read: save it in another format")
-
-
-# How Pillow converts the values of a PNG to 8 bits, for the raw modes in which Pillow does not convert the transparent
-# color.
-_SCALED_TO_8_BITS = {
-    "L;2": lambda level: level * 85,
-    "L;4": lambda level: level * 17,
-    "RGB;16B": lambda colour: tuple(level >> 8 for level in colour),
-}
-
-
-def _scale_transparent_colour(image: Image.Image) -> None:
-    """Convert the transparent color of a PNG to the bit depth that its pixels will have once they are loaded."""
-    scale = _SCALED_TO_8_BITS.get(str(image.tile[0].args)) if isinstance(image, PngImageFile) and image.tile else None
-    if scale and "transparency" in image.info:
-        image.info["transparency"] = scale(image.info["transparency"])
 
 
 def is_deep_grey(image: Image.Image) -> bool:
@@ -266,29 +248,20 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
         Refused: If the scale of the pixels is unknown.
     """
     if is_deep_grey(image):
-        image = _deep_grey(image)
+        values, white = np.asarray(image), white_of(image)
+        low, high = values.min(), values.max()
+        if not (low >= 0 and high <= white):  # also true for NaN
+            raise Refused(f"pixels from {low:g} to {high:g}; only 0 to {white} has a known scale")
+        transparent = image.info.get("transparency")
+        is_inverted = _tag(image, _PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
+        image = Image.fromarray(np.rint((white - values if is_inverted else values) * (255 / white)).astype(np.uint8))
+        if transparent is not None:  # one of the levels
+            image.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
     mode = CHANNEL_MODES[channels]
     if image.has_transparency_data and mode != "RGBA":
-        layers = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), layers).convert("RGB")
+        background = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(background, image.convert("RGBA")).convert("RGB")
     return image if image.mode == mode else image.convert(mode)
-
-
-def _deep_grey(image: Image.Image) -> Image.Image:
-    """Convert a gray image with more than 8 bits to mode L, or to LA if one of its levels is transparent.
-
-    Raises:
-        Refused: If the scale of the pixels is unknown.
-    """
-    values, white = np.asarray(image), white_of(image)
-    low, high = values.min(), values.max()
-    if not (low >= 0 and high <= white):  # also true for NaN
-        raise Refused(f"pixels from {low:g} to {high:g}; only 0 to {white} has a known scale")
-    is_inverted = _tag(image, _PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
-    grey = Image.fromarray(np.rint((white - values if is_inverted else values) * (255 / white)).astype(np.uint8))
-    if (transparent := image.info.get("transparency")) is not None:
-        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
-    return grey
 
 
 def white_of(image: Image.Image) -> int:

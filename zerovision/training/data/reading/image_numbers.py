@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 
 FLOATS = "float32"
 SMALLEST_STD = 1e-6  # for a constant channel; no smaller value is allowed in weights files
-SMALLEST_BYTE_STD = 1e-4  # for a constant channel of bytes: the last decimal of the mean
-VALUES_AT_A_TIME = 2**22  # that are copied
-SMALLEST_RANGE = 1e-12  # for a constant image
 
 
 def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
@@ -77,7 +74,7 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
 def stretched(images: torch.Tensor) -> torch.Tensor:
     """Scale float32 images for display: the smallest value in all images becomes 0, the largest 1."""
     low, high = images.min(), images.max()
-    return (images - low) / (high - low).clamp_min(SMALLEST_RANGE)
+    return (images - low) / (high - low).clamp_min(1e-12)  # a constant image has no range
 
 
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
@@ -89,21 +86,18 @@ def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     is_bytes = images.dtype == torch.uint8
     means, stds = [], []
     for channel in images.unbind(1):
-        parts = [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
+        # `np.subtract` copies the values, so not too many at a time
+        parts = [part.numpy() for part in channel.split(max(1, 2**22 // channel[0].numel()))]
         mean = sum(part.sum(dtype=np.float64) for part in parts) / channel.numel()
         squares = sum(np.square(np.subtract(part, mean, dtype=np.float64)).sum() for part in parts)
         std = (squares / channel.numel()) ** 0.5
         if is_bytes:
             means.append(round(float(mean / 255), 4))
-            stds.append(max(round(float(std / 255), 4), SMALLEST_BYTE_STD))
+            stds.append(max(round(float(std / 255), 4), 1e-4))
         else:
             means.append(float(f"{mean:.6g}"))
             stds.append(max(float(f"{std:.6g}"), SMALLEST_STD, 1e-5 * abs(means[-1])))
     return means, stds
-
-
-LITTLE_OF_RANGE = 1 / 8  # 12-bit numbers in 16 bits use less than this
-_PNG_BITS = 24  # position of the bit depth in a PNG
 
 
 def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
@@ -151,7 +145,7 @@ def note_unused_range(images: Images, max_pixels: int) -> list[str]:
             ranges.append(_whole_range(images.content(row), max_pixels))
     found = [each for each in ranges if each is not None]
     high, white = max(found, key=lambda each: each[0] / each[1], default=(0, 1))
-    if not 0 < high < LITTLE_OF_RANGE * white:
+    if not 0 < high < white / 8:  # 12-bit numbers in 16 bits use less than this
         return []
     return [
         f"the largest value in {plural(len(found), 'image')} of more than 8 bits is {high} of {white}: read as 8 bits "
@@ -171,9 +165,16 @@ def decode_numbers(data: bytes, choose: BoxChooser | None, notes: list[str] | No
 def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
     """Return the numbers in a file, [H, W, C]; gray images have one channel."""
     if is_array(content):
-        numbers = _read_array(content)
+        try:
+            numbers = np.load(io.BytesIO(content), allow_pickle=False)
+        except Exception as error:  # a damaged file may raise any exception, for example if its header has a huge size
+            raise Refused(f"not a readable .npy file ({one_line(error)})") from None
     else:
-        numbers = _narrowed(load(content, max_pixels, lambda image: _numbers_of(image, content)), wanted)
+        numbers = load(content, max_pixels, lambda image: _numbers_of(image, content))
+        if numbers.dtype == np.int32 and wanted != FLOATS and numbers.size:  # as Pillow returns some 16-bit files
+            limits = np.iinfo(wanted)
+            if limits.min <= numbers.min() and numbers.max() <= limits.max:
+                numbers = numbers.astype(wanted)
     return numbers[..., None] if numbers.ndim == 2 else numbers
 
 
@@ -193,7 +194,7 @@ def _bits_of(image: Image.Image, content: bytes) -> int:
     """Return the bits per channel of a PNG or TIFF file, or 8 for other files."""
     if isinstance(image, TiffImageFile):
         return max(image.tag_v2.get(BITS_PER_SAMPLE, (8,)))
-    return content[_PNG_BITS] if image.format == "PNG" else 8
+    return content[24] if image.format == "PNG" else 8  # at a fixed place in a PNG's first chunk
 
 
 def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
@@ -211,23 +212,6 @@ def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
         is_deep = image.mode != "F" and (is_deep_grey(image) or _bits_of(image, data) > 8)
         return load(data, max_pixels, largest) if is_deep else None
     return None
-
-
-def _read_array(content: bytes) -> np.ndarray:
-    try:
-        array = np.load(io.BytesIO(content), allow_pickle=False)
-    except Exception as error:  # a damaged file may raise any exception, for example if its header has a huge size
-        raise Refused(f"not a readable .npy file ({one_line(error)})") from None
-    return array
-
-
-def _narrowed(numbers: np.ndarray, wanted: str) -> np.ndarray:
-    """Convert int32 numbers, which Pillow returns for some 16-bit files, to the required type if all of them fit."""
-    if numbers.dtype != np.int32 or wanted == FLOATS or not numbers.size:
-        return numbers
-    limits = np.iinfo(wanted)
-    fits = limits.min <= numbers.min() and numbers.max() <= limits.max
-    return numbers.astype(wanted) if fits else numbers
 
 
 class ModelInput:
@@ -262,8 +246,12 @@ class ModelInput:
 
     def read_picture(self, image: Image.Image) -> torch.Tensor:
         """Like `read`, but for an image opened with Pillow; its file is read unless the image is already decoded."""
-        content = _undecoded(image)
-        if content is not None:
+        stream = getattr(image, "fp", None)
+        if stream is not None and getattr(image, "tile", None) and not image.tell():  # not decoded, first frame
+            place = stream.tell()
+            stream.seek(0)
+            content = stream.read()
+            stream.seek(place)
             return self.read(os.fspath(getattr(image, "filename", "")) or "the image", content)
         pixels = to_channels(ImageOps.exif_transpose(image), self.preprocessing.channels)
         return self._of_pixels(reduced(pixels, max(self.preprocessing.sides) if self.decode == "cpu" else 0))
@@ -274,15 +262,3 @@ class ModelInput:
 
     def _of_pixels(self, pixels: np.ndarray) -> torch.Tensor:
         return self._transform(torch.from_numpy(pixels).permute(2, 0, 1))
-
-
-def _undecoded(image: Image.Image) -> bytes | None:
-    """Return the contents of an image's file if Pillow has read only the header, otherwise None."""
-    stream = getattr(image, "fp", None)
-    if stream is None or not getattr(image, "tile", None) or image.tell():  # decoded, or not the first frame
-        return None
-    place = stream.tell()
-    stream.seek(0)
-    content = stream.read()
-    stream.seek(place)
-    return content

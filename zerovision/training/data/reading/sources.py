@@ -38,12 +38,9 @@ from zerovision.training.data.reading.image_numbers import BYTES, decode_numbers
 from zerovision.training.data.settings import NUMBERS
 
 INDEX, PIXELS = "index", "pixels"
-RAM_SHARE = 0.25  # of the memory that this process may use, for all caches together
-DISK_BYTES = 50 * 10**9
 _ENTRY = struct.Struct("<QIIq8s")  # offset in bytes, height and width in pixels, digest of the file, checksum
 _WORD = 8
 CACHE_FORMAT = 4  # increased when decoding yields different pixels, or the format of the cache's files changes
-IMAGES_CONVERTED = 1000  # per step
 UNKNOWN = 0  # digest of a file that was not read
 
 
@@ -172,9 +169,9 @@ def _location(options: DataOptions) -> tuple[Path, int]:
     """Return the folder of all caches, each in a subfolder named after its key, and their total limit in bytes."""
     bound = int(options.cache_gb * 1e9)
     if options.cache == "disk":
-        return options.root / "images", bound or DISK_BYTES
+        return options.root / "images", bound or 50 * 10**9
     # other users may write to /dev/shm, so our files are in a folder of our own
-    return SHARED_MEMORY / f"zerovision-{os.getuid()}", bound or int(RAM_SHARE * usable_memory())
+    return SHARED_MEMORY / f"zerovision-{os.getuid()}", bound or usable_memory() // 4
 
 
 def _size(folder: Path) -> int:
@@ -259,7 +256,7 @@ class ArraySource(Source):
 def grey(images: torch.Tensor) -> torch.Tensor:
     """Convert RGB images, uint8 or float32 [N, 3, H, W], to gray [N, 1, H, W] as Pillow does (ITU-R BT.601)."""
     shares = torch.tensor([19595, 38470, 7471])[:, None, None]  # of 2^16
-    parts = images.split(IMAGES_CONVERTED)
+    parts = images.split(1000)
     if images.is_floating_point():
         return torch.cat([(part * (shares / 2**16)).sum(1, True) for part in parts])
     return torch.cat([(((part * shares).sum(1, True) + 2**15) >> 16).to(torch.uint8) for part in parts])
@@ -343,9 +340,13 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
     else:
         decoder = make_decoder(options.decode, image_size, channels, max_pixels)
     if options.decode == "cpu" and options.cache != "off":
-        sides, count = _sides(cached[0], max_pixels), sum(map(len, cached))
-        each = sum(shrunk_bytes(*side, image_size, channels) for side in sides) / max(1, len(sides))
-        cache, note = open_cache(options, _cache_key(cached, image_size, channels), int(count * each))
+        sizes = []  # in bytes, of evenly spaced images that can be read
+        for row in cached[0].spaced_rows():
+            with suppress(ImageError, Refused):
+                height, width = header_size(cached[0].content(row), max_pixels)
+                sizes.append(shrunk_bytes(height, width, image_size, channels))
+        expected_bytes = int(sum(map(len, cached)) * (sum(sizes) / max(1, len(sizes))))
+        cache, note = open_cache(options, _cache_key(cached, image_size, channels), expected_bytes)
     starts, caches = itertools.accumulate(map(len, parts), initial=0), (cache, cache, None)
     sources = [
         FileSource(part, decoder, own, start, channels, values)
@@ -363,12 +364,3 @@ def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
         for path, size, changed in zip(part.paths(), part["size"].tolist(), part["changed"].tolist(), strict=True):
             digest.update(os.fsencode(f"{path}\0{size}\0{changed}\n"))
     return digest.hexdigest()
-
-
-def _sides(images: Images, max_pixels: int) -> list[tuple[int, int]]:
-    """Return the heights and widths of evenly spaced images, excluding unreadable images."""
-    sides = []
-    for row in images.spaced_rows():
-        with suppress(ImageError, Refused):
-            sides.append(header_size(images.content(row), max_pixels))
-    return sides
