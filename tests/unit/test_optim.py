@@ -177,10 +177,11 @@ def test_linear_scaling_only_where_asked_for():
 
 def test_the_backbone_is_frozen_in_the_head_epochs():
     schedule = schedule_of(head_epochs=3)
-    assert [schedule.group_learning_rate(step, 0.1, is_backbone=True) for step in range(15)] == [0.0] * 15
-    rate = schedule.group_learning_rate(15, 0.1, is_backbone=True)
-    assert rate == pytest.approx(0.1 * schedule.learning_rate(15))
-    assert schedule.group_learning_rate(3, 1.0, is_backbone=False) == schedule.learning_rate(3) > 0
+    backbone, head = {"rate_scale": 0.1, "is_backbone": True}, {"rate_scale": 1.0, "is_backbone": False}
+    for step in range(16):
+        schedule.set_learning_rates([backbone, head], step)
+        assert head["lr"] == schedule.learning_rate(step) > 0
+        assert backbone["lr"] == (0.0 if step < 15 else pytest.approx(0.1 * schedule.learning_rate(15)))
 
 
 def test_the_head_learns_first_whatever_its_own_rate_and_rule():

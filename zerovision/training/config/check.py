@@ -214,7 +214,7 @@ def _wrong_rules(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
 
 def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]:
     """Yield mistakes in the schedule."""
-    schedule_fields(config.schedule, config, 1)
+    schedule_fields(config, 1)
     decay, schedule = given_decay(config.schedule), f"{of['schedule']} {config.schedule}"
     last = round(decay + config.cooldown_epochs, 6)
     if decay and last % 1:

@@ -98,10 +98,7 @@ def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, P
     for part in module.members if isinstance(module, Ensemble) else [module]:
         spared: Any = getattr(part, "no_weight_decay", set) if config.no_weight_decay == "model" else set
         groups = param_groups_layer_decay(
-            part,
-            weight_decay=1.0,
-            no_weight_decay_list=spared(),
-            layer_decay=config.layer_decay,
+            part, weight_decay=1.0, no_weight_decay_list=spared(), layer_decay=config.layer_decay
         )
         if config.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
             raise UserError(
@@ -236,9 +233,12 @@ def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tenso
         rule, group = groups(weight)
         # Fused kernels read the step count on the weights' device; other rules keep it on the CPU.
         place = weight.device if group.get("fused") else torch.device("cpu")
-        optimizer.state[weight] = {
-            kind: _first_value(rule, kind, value, weight, place) for kind, value in _created_state(rule, group).items()
-        }
+        state = optimizer.state[weight] = dict[str, Any]()
+        for kind, created in _created_state(rule, group).items():
+            if _is_moment(created):
+                state[kind] = STARTS.get((type(rule).__name__, kind), torch.zeros_like)(weight.detach())
+            else:
+                state[kind] = created.to(place, copy=True) if isinstance(created, torch.Tensor) else created
     set_applied_steps(optimizer, 0)
 
 
@@ -295,12 +295,3 @@ def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[s
 
 def _is_moment(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == (2, 2)
-
-
-def _first_value(
-    rule: torch.optim.Optimizer, kind: str, created: Any, weight: torch.Tensor, place: torch.device
-) -> Any:
-    """Return the initial value of one kind of a weight's state; `created` is the rule's value for a 2 x 2 weight."""
-    if _is_moment(created):
-        return STARTS.get((type(rule).__name__, kind), torch.zeros_like)(weight.detach())
-    return created.to(place, copy=True) if isinstance(created, torch.Tensor) else created

@@ -30,7 +30,6 @@ def _polynomial(progress: float, power: float = 1.0) -> float:
 
 
 SMALLEST, FEWEST_EPOCHS, MOST_EPOCHS = sys.float_info.min, 0.1, 1e6  # limits of the numbers in `--schedule`
-FEWEST_WARMUP_STEPS = 50  # at a network's own high rate, at which the first steps would be unstable
 
 # The rate's distance from its final value, which falls from 1 to 0, as a function of the share of the decay completed.
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -93,15 +92,14 @@ class Schedule:
         scale = self.final_scale + (1 - self.final_scale) * self.shape(progress)
         return self.peak * scale * self.drop_rate ** bisect_right(self.drops, step)
 
-    def group_learning_rate(self, step: int, group_scale: float, *, is_backbone: bool) -> float:
-        """Return a parameter group's learning rate: 0 for the backbone while only the head is trained."""
-        is_frozen = step < self.head_steps and is_backbone
-        return 0.0 if is_frozen else self.learning_rate(step) * group_scale
-
     def set_learning_rates(self, groups: Iterable[dict[str, Any]], step: int) -> None:
-        """Set the learning rate of every parameter group for optimizer step `step`."""
+        """Set the learning rate of every parameter group for optimizer step `step`.
+
+        The rate of the backbone's groups is 0 while only the head is trained.
+        """
         for group in groups:
-            group["lr"] = self.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
+            is_frozen = step < self.head_steps and group["is_backbone"]
+            group["lr"] = 0.0 if is_frozen else self.learning_rate(step) * group["rate_scale"]
 
 
 def has_slow_backbone(config: RecipeSettings) -> bool:
@@ -125,6 +123,12 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
     """
     assert config.learning_rate != "auto"  # already chosen
     batch_scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
+    if config.warmup_epochs == "auto":
+        warmup_steps = min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
+        if config.learning_rate == config.default_rate > USUAL_RATE:  # the network's own rate, which is high
+            warmup_steps = max(warmup_steps, 50)  # otherwise, the first steps would be unstable
+    else:
+        warmup_steps = round(config.warmup_epochs * steps_per_epoch)
     fields = {
         "final_scale": config.final_learning_rate_scale,
         "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
@@ -132,15 +136,15 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
     return Schedule(
         peak=config.learning_rate * batch_scale,
         total_steps=config.epochs * steps_per_epoch,
-        warmup_steps=_warmup_steps(config, steps_per_epoch),
+        warmup_steps=warmup_steps,
         head_steps=head_epochs * steps_per_epoch,
-        **(fields | schedule_fields(config.schedule, config, steps_per_epoch)),
+        **(fields | schedule_fields(config, steps_per_epoch)),
     )
 
 
 def stable_epochs(config: RecipeSettings) -> int:
     """Return the number of epochs before the decay of wsd that are the same in a longer run; 0 for other schedules."""
-    return schedule_fields(config.schedule, config, 1).get("stable_steps", 0)
+    return schedule_fields(config, 1).get("stable_steps", 0)
 
 
 def _polynomial_fields(_config: RecipeSettings, _steps: int, power: str = "1") -> dict[str, Any]:
@@ -188,33 +192,26 @@ SCHEDULES = {
 }
 
 
-def schedule_fields(text: str, config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
-    """Return the fields of `Schedule` for a value of `--schedule`.
+def schedule_fields(config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
+    """Return the fields of `Schedule` that `--schedule` sets.
 
     Raises:
         UserError: for an unknown schedule, or for invalid options after its name.
     """
-    name, *words = text.split(":")
+    name, *words = config.schedule.split(":")
     check_name("schedule", name, SCHEDULES)
     try:
         return SCHEDULES[name].fields(config, steps_per_epoch, *words)
     except (KeyError, TypeError, ValueError):  # an unknown shape, too many words or an invalid number
         usage = SCHEDULES[name].usage
-        raise UserError(f"schedule {shown(text)}: expected {usage}{'' if ':' in usage else ' alone'}.") from None
+        alone = "" if ":" in usage else " alone"
+        raise UserError(f"schedule {shown(config.schedule)}: expected {usage}{alone}.") from None
 
 
 def given_decay(text: str) -> float:
     """Return the epochs given for the decay of wsd, which must fit into the run; 0 for 'auto' or another schedule."""
     name, decay, *_ = *text.split(":"), "auto"
     return 0.0 if name != "wsd" or decay == "auto" else float(decay)
-
-
-def _warmup_steps(config: RecipeSettings, steps_per_epoch: int) -> int:
-    if config.warmup_epochs == "auto":
-        steps = min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
-        is_high = config.learning_rate == config.default_rate > USUAL_RATE
-        return max(steps, FEWEST_WARMUP_STEPS) if is_high else steps
-    return round(config.warmup_epochs * steps_per_epoch)
 
 
 def schedule_notes(schedule: Schedule) -> list[str]:

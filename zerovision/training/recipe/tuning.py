@@ -31,11 +31,7 @@ from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.recipe import read_tune
 
-# In layers of other types, adding an adapter's weight to the layer's weight does not add the adapter's output.
-ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-SMALL_SHARE = 0.05  # share of the model; a note points out adapters that are larger
-MOST_IMAGES = 1000
 EPSILON = 5e-4  # added to the eigenvalues
 
 
@@ -71,7 +67,7 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
     if adapted:
         in_adapters = sum(parameter.numel() for name, parameter in module.named_parameters() if is_adapters(name))
         note += f", adapters of rank {number} on {adapted} layers"
-        if in_adapters > SMALL_SHARE * (total - in_adapters):
+        if in_adapters > 0.05 * (total - in_adapters):
             note += f"; they are {in_adapters / (total - in_adapters):.1%} of the model: a lower rank keeps them small"
     return dataclasses.replace(built, notes=[*built.notes, note])
 
@@ -84,8 +80,11 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
             own_heads = {name.removeprefix(prefix) for name in heads if name.startswith(prefix)}
             names |= {prefix + name for name in _last_layers(member, own_heads, count)}
         return names
+    # The layers of timm's layer decay, counted from the input.
+    matcher: Any = getattr(module, "group_matcher", None)
+    layer_of = auto_group_layers(module) if matcher is None else group_parameters(module, matcher(), reverse=True)
     layers: dict[int, list[str]] = {}
-    for name, layer in layer_of_parameters(module).items():
+    for name, layer in layer_of.items():
         if name not in heads:
             layers.setdefault(layer, []).append(name)
     parts: list[list[str]] = []
@@ -98,12 +97,6 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
     if count > len(parts):
         raise UserError(f"--tune layers:{count}: there are only {len(parts)} layers before the head: use --tune full.")
     return frozenset(name for part in parts[-count:] for name in part)
-
-
-def layer_of_parameters(module: nn.Module) -> dict[str, int]:
-    """Return the index of each parameter's layer, counted from the input; layers are those of timm's layer decay."""
-    matcher: Any = getattr(module, "group_matcher", None)
-    return auto_group_layers(module) if matcher is None else group_parameters(module, matcher(), reverse=True)
 
 
 def _add_adapters(built: BuiltModel, rank: int) -> int:
@@ -151,7 +144,8 @@ def _add_adapters(built: BuiltModel, rank: int) -> int:
 
 def _adaptable(module: nn.Module, rank: int) -> Iterator[tuple[str, nn.Module]]:
     for name, layer in module.named_modules():
-        if type(layer) not in ADAPTABLE:
+        # In layers of other types, adding an adapter's weight to the layer's weight does not add the adapter's output.
+        if type(layer) not in (nn.Linear, *PLAIN_CONVOLUTIONS):
             continue
         assert isinstance(layer, nn.Linear | nn.Conv2d)
         # peft does not create dilated adapters, and does not merge adapters of grouped convolutions.
@@ -199,7 +193,7 @@ class BackboneFreezer:
     BatchNorms of frozen layers normalize with their running statistics and do not update them. In head-first
     fine-tuning, only the new head is trained for the first epochs: the graph is cut in front of the head, so that no
     gradient of the backbone is computed. The backbone's parameters stay in the optimizer, at learning rate 0 (see
-    `Schedule.group_learning_rate`), because sharding is fixed for the whole run. The optimizer is reset when training
+    `Schedule.set_learning_rates`), because sharding is fixed for the whole run. The optimizer is reset when training
     of the backbone starts, because the backbone's zero moments would otherwise be treated as those of many steps (see
     `Engine.restart_optimizer`).
     """
@@ -217,23 +211,15 @@ class BackboneFreezer:
     def start_epoch(self, *, only_head: bool) -> None:
         """Set the mode of every layer; must be called again after each `module.train()`."""
         self._module.train()
-        for norm in self._frozen_norms:
-            norm.eval()
-        if only_head:
-            freeze_statistics(self._module)
-            if not self._hooks:
-                self._hooks = [head.register_forward_pre_hook(_detach_inputs) for head in self._heads]
-            return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-
-def freeze_statistics(module: nn.Module) -> None:
-    """Set every BatchNorm to evaluation mode, so that it uses its running statistics and does not update them."""
-    for child in module.modules():
-        if isinstance(child, BATCHNORMS):
-            child.eval()
+        for layer in self._module.modules() if only_head else self._frozen_norms:
+            if isinstance(layer, BATCHNORMS):
+                layer.eval()
+        if not only_head:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        elif not self._hooks:
+            self._hooks = [head.register_forward_pre_hook(_detach_inputs) for head in self._heads]
 
 
 def is_adapters(name: str) -> bool:
@@ -289,7 +275,7 @@ def whitening_filters(images: Iterable[torch.Tensor], size: tuple[int, ...]) -> 
 
 def _sample(data: DatasetPair) -> Iterator[torch.Tensor]:
     images = ImageDataset(data.train.source, data.preprocessing)
-    count = min(len(images), MOST_IMAGES)
+    count = min(len(images), 1000)
     for number in range(count):
         try:
             yield images[0, number * len(images) // count][0]
