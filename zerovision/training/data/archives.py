@@ -36,7 +36,6 @@ from zerovision.training.data.reading.retry import entries_of, is_file, is_folde
 SUFFIX = ".index.npz"
 CACHE = "indexes"  # under --data-root
 CLASS_NAMES = "classnames.txt"  # names of integer labels, one per line, as in CLIP's data sets
-LABEL_TYPES = (str, int)
 _NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of "train-00000-of-00002-a1b2c3d4e5f60718"
 
 
@@ -176,8 +175,7 @@ def _given_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[
 
 def open_index(kind: Kind, file: Path, cache: Path) -> Index:
     """Return the index of an archive, writing a new one if it is missing or the archive has changed."""
-    status = patiently(partial(os.stat, file), file)
-    state, inode = identity_of(status)
+    state, inode = identity_of(patiently(partial(os.stat, file), file))
     places = index_of(file), kept_index_of(file, cache)
     has_checksum = False
     for place in places:
@@ -244,7 +242,7 @@ def _parsed(content: bytes) -> Index:
         if not (is_one and ((column >= 0) & (column < limits.get(name, np.inf))).all()):
             raise ValueError(name)
     for name, some in (words | names | {"dotted": facts["dotted"][1:]}).items():
-        if not all(type(word) in (LABEL_TYPES if name == "label" else (str,)) for word in some):
+        if not all(type(word) in ((str, int) if name == "label" else (str,)) for word in some):
             raise ValueError(name)
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     images = Images(PurePath(), tensors, words, torch.from_numpy(text))

@@ -28,7 +28,6 @@ from zerovision.models.weights_metadata import BYTES, Preprocessing
 from zerovision.training.data.augmentations import Augmentation
 
 THINNEST_SIDES = 20  # largest ratio of the longer to the shorter side at which an image is enlarged as a whole
-_WEIGHT_BITS = 14  # precision of PyTorch's fixed-point weights for bytes, if the largest weight is between 1 and 2
 
 # Each filter's radius in pixels, and its weight as a function of distance; as in Pillow and antialiased PyTorch.
 FILTERS = {
@@ -116,7 +115,7 @@ def resize_weights(
 def _weighted(weights: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
     """Return weighted sums [C, S, w] of the rows of `image` [C, h, w]; bytes are rounded as in PyTorch."""
     exact = image.dtype != torch.uint8
-    one = 2**_WEIGHT_BITS
+    one = 2**14  # in PyTorch's fixed-point weights for bytes, if the largest weight is between 1 and 2
     factors = weights if exact else (weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc()
     summed = factors.to(image.device) @ image.double()
     return (summed if exact else ((summed + one / 2) / one).floor().clamp(0, 255)).to(image.dtype)
@@ -216,9 +215,7 @@ def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour
     bars = bars if image.is_floating_point() else (255 * bars).round().clamp(0, 255)
     whole = bars.to(image.dtype)[:, None, None].repeat(1, *outer)
     top, left = (outer[0] - height) // 2, (outer[1] - width) // 2
-    whole[:, top : top + height, left : left + width] = v2.functional.resize(
-        image, [height, width], mode, antialias=True
-    )
+    whole[:, top : top + height, left : left + width] = functional.resize(image, [height, width], mode, antialias=True)
     return whole
 
 
@@ -245,10 +242,6 @@ def resize(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     return torch.nn.functional.interpolate(batch, sides(size), mode=mode, antialias=True)[0]
 
 
-BLUR_RADIUS = (0.1, 2.0)  # pixels, standard deviation
-SOLARIZED_FROM = 128  # gray level
-
-
 def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
     """Return timm's RandAugment, with its default fill for pixels beyond the edge."""
     from timm.data import auto_augment  # timm takes seconds to import
@@ -270,10 +263,6 @@ def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
 
-def _trivialaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
-    return v2.TrivialAugmentWide(interpolation=InterpolationMode(preprocessing.interpolation))
-
-
 def _autoaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
     """Return the AutoAugment policy learned on ImageNet, CIFAR-10 or SVHN."""
     found_for = v2.AutoAugmentPolicy(augmentation.policy.removeprefix("autoaugment_"))
@@ -282,16 +271,17 @@ def _autoaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Ca
 
 def _three_augment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
     """Return the policy that applies one of gray, solarize and blur (Touvron et al., "DeiT III", arXiv:2204.07118)."""
-    return v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARIZED_FROM, p=1.0), v2.Lambda(_blur)])
+    return v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.Lambda(_blur)])  # from gray level 128
 
 
 def _blur(image: Image.Image) -> Image.Image:
-    return image.filter(ImageFilter.GaussianBlur(float(torch.empty(1).uniform_(*BLUR_RADIUS))))
+    radius = float(torch.empty(1).uniform_(0.1, 2.0))  # standard deviation in pixels
+    return image.filter(ImageFilter.GaussianBlur(radius))
 
 
 POLICIES: dict[str, Callable[[Augmentation, Preprocessing], Callable]] = {
     "randaugment": _randaugment,
-    "trivialaugment": _trivialaugment,
+    "trivialaugment": lambda _, made: v2.TrivialAugmentWide(interpolation=InterpolationMode(made.interpolation)),
     "autoaugment_imagenet": _autoaugment,
     "autoaugment_cifar10": _autoaugment,
     "autoaugment_svhn": _autoaugment,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from zerovision.training.data.datasets import ImageDataset
     from zerovision.training.data.loader import Loader
 
-PATHS_IN_ERROR = 3
 MAX_FILES_LISTED = 20
 FILES_PER_MESSAGE = 500  # a path may be 4,096 bytes long, and the size of messages is limited
 
@@ -65,7 +64,7 @@ def check_budget(bad_images: dict[str, str], dataset: ImageDataset) -> None:
 
 
 def _over_budget(dataset: ImageDataset, bad: Collection[str] = ()) -> UserError:
-    shown = ", ".join(list(bad)[:PATHS_IN_ERROR])
+    shown = ", ".join(list(bad)[:3])
     return UserError(
         f"more than {dataset.most_bad} of {len(dataset)} images cannot be used, which is the limit of --bad-images"
         f"{': ' + shown if shown else ''}. Repair or remove them (scripts/doctor.py --check-data lists all), or allow "

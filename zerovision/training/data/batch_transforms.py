@@ -114,10 +114,6 @@ def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.n
     return np.stack([slots, tops, lefts, height, width, np.floor(start * NOISE_LENGTH)]).astype(np.int64)
 
 
-SHIFT_FRACTION = 0.1
-BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
-
-
 class BatchTransforms:
     """The last steps of an augmentation, for a batch of images of one size: uint8, or float32 from `to_values`.
 
@@ -130,7 +126,7 @@ class BatchTransforms:
     def __init__(self, preprocessing: Preprocessing, augmentation: Augmentation, seed: int) -> None:
         self.augmentation, self.seed, self.sides = augmentation, seed, preprocessing.sides
         farthest, size = augmentation.shift_pixels, preprocessing.image_size
-        farthest = int(SHIFT_FRACTION * min(self.sides)) if farthest is None else farthest
+        farthest = int(0.1 * min(self.sides)) if farthest is None else farthest
         self.border, self.channels = farthest if augmentation.shift else 0, preprocessing.channels
         self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed, self.channels)
         mean, std = (np.array(each, dtype=np.float64) for each in (preprocessing.mean, preprocessing.std))
@@ -197,7 +193,7 @@ class BatchTransforms:
         return self._finish(taken, epoch, draw_keys)
 
     def _draws(self, epoch: int, draw_keys: np.ndarray) -> np.ndarray:
-        return uniform_draws(self.seed, epoch, draw_keys, BATCH_DRAWS)
+        return uniform_draws(self.seed, epoch, draw_keys, 3)  # mirrored or not, rows and columns to shift by
 
     def _is_mirrored(self, draws: np.ndarray, epoch: int, draw_keys: np.ndarray) -> np.ndarray:
         """Return which images to mirror, bool [B], given the epoch's draws.
@@ -211,17 +207,13 @@ class BatchTransforms:
 
     def _finish(self, images: torch.Tensor, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
         """Normalize images and erase rectangles: uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
-        images = self._normalise(images)
-        return self._erase(images, epoch, draw_keys) if self.augmentation.erasing else images
-
-    def _normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalize uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         if images.device not in self._factors_on:
             self._factors_on[images.device] = [to_device(factors, images.device) for factors in self._factors]
         scale, offset = self._factors_on[images.device]
         (height, width), channels = self.sides, self.channels
         rows = images.expand(-1, -1, -1, channels).reshape(-1, height, channels * width).float()
-        return torch.addcmul(offset, rows, scale).view(-1, height, width, channels).permute(0, 3, 1, 2)
+        images = torch.addcmul(offset, rows, scale).view(-1, height, width, channels).permute(0, 3, 1, 2)
+        return self._erase(images, epoch, draw_keys) if self.augmentation.erasing else images
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_factors_on": {}}  # tensors on a GPU are not sent to worker processes

@@ -19,7 +19,6 @@ from zerovision.training.data.settings import READ_LISTS
 
 Label = str | int
 Named = TypeVar("Named")
-UNLABELLED = -1  # the integer label of images without labels, as in many test parts
 MOST_DIGITS = 18  # of a number that indexes names
 NAMED = 5
 _ENDS = re.compile("^[\\s\ufeff\u200b\u2060]+|[\\s\ufeff\u200b\u2060]+$")
@@ -50,7 +49,7 @@ def label_of(value: object) -> Label | None:
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
         return _name(value)
-    if value is None or value == UNLABELLED:
+    if value is None or value == -1:  # as in many test parts
         return None
     if isinstance(value, bool):
         return str(value)
@@ -96,7 +95,7 @@ def number_classes(labels: Collection[Label], given: Sequence[str], where: str) 
         names = sorted({str(label) for label in labels})
     else:
         names = [clean(name) for name in given]
-        if all(map(_is_whole, labels)):
+        if all(isinstance(n, int) or (n.isascii() and n.isdigit() and len(n) <= MOST_DIGITS) for n in labels):
             numbers = {label: int(label) for label in labels}
             if (largest := max(numbers.values(), default=0)) >= len(names):
                 raise UserError(
@@ -141,7 +140,9 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     """Yield one note if some class names are probably mistakes."""
     alike = defaultdict(list)
     for name in names:
-        alike[_without_spelling(name)].append(name)
+        plain = "".join(name.casefold().split())
+        is_number = _DECIMAL.fullmatch(plain) and len(plain) < 25
+        alike[str(Decimal(plain).normalize()) if is_number else plain].append(name)
     doubts = _doubts([group for group in alike.values() if len(group) > 1], "differ only in case, blanks or digits")
     doubts += _doubts([[name] for name in names if name.casefold() in _NOTHING], "may mean no label")
     lists = [[name] for name in names if re.search(r"[;|]|^[\[{].*[\]}]$", name)]
@@ -155,12 +156,3 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
 def _doubts(groups: Sequence[Sequence[str]], what: str) -> list[str]:
     named = first_names(groups, lambda group: " and ".join(map(shown, group)))
     return [f"{named} {what}"] if groups else []
-
-
-def _is_whole(label: Label) -> bool:
-    return isinstance(label, int) or (label.isascii() and label.isdigit() and len(label) <= MOST_DIGITS)
-
-
-def _without_spelling(name: str) -> str:
-    plain = "".join(name.casefold().split())
-    return str(Decimal(plain).normalize()) if _DECIMAL.fullmatch(plain) and len(plain) < 25 else plain

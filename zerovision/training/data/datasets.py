@@ -461,7 +461,8 @@ def count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets: 
     if len(labels) == 0:
         raise UserError(f"the {what} set is empty: at least one image is needed.")
     if sets is not None:
-        return sets.images_of_each(labels)
+        images_of_sets = torch.bincount(labels, minlength=len(sets.names))
+        return (images_of_sets.double() @ sets.targets.double()).long().tolist()
     # a label out of range would fail an assertion on the GPU, long after the start
     low, high, last = int(labels.min()), int(labels.max()), len(class_names) - 1
     if low < 0 or high > last:

@@ -6,7 +6,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from zerovision.training.base.errors import UserError, either, nearest, ours, shown
@@ -56,13 +55,18 @@ class FolderListing:
             entries = entries_of(folder)
         except OSError as error:
             raise UserError(f"the folder {folder!r} cannot be listed: {error.strerror}.") from None
-        kept = []
+        kept, broken = [], []
         for entry in entries:
             if entry.name.startswith(".") or entry.name.casefold() in SYSTEM_NAMES:
                 self._system[entry.path] = entry.name
-            else:
-                kept.append(entry)
-        broken = [entry.path for entry in kept if entry.is_symlink() and not self._exists(entry.path)]
+                continue
+            kept.append(entry)
+            if entry.is_symlink():
+                try:
+                    entry.stat()
+                    self._links.add(entry.path)
+                except OSError:
+                    broken.append(entry.path)
         if broken:
             more = f" (and {len(broken) - 1} more in its folder)" if len(broken) > 1 else ""
             raise UserError(f"the symbolic link {broken[0]!r}{more} is broken: remove or repair it.")
@@ -124,15 +128,6 @@ class FolderListing:
                 raise UserError(f"the symbolic link {entry.path!r} leads to a folder that contains it: remove it.")
             yield from self._files_below(entry.path, [*chain, real])
 
-    def _exists(self, link: str) -> bool:
-        """Return whether a link's target exists; if it does, count the link."""
-        try:
-            patiently(partial(os.stat, link), link)
-        except OSError:
-            return False
-        self._links.add(link)
-        return True
-
     def _is_image(self, name: str) -> bool:
         return os.path.splitext(name)[1].lower() in self._extensions
 
@@ -144,7 +139,13 @@ def listing(options: DataOptions) -> Images:
         UserError: If the folder is missing or empty, a class has no image, there is only one class, the parts have
             different classes or are ambiguous, or a symbolic link is broken or circular.
     """
-    folder = FolderListing(_resolve_root(options.data), (ARRAY_EXTENSION,) if options.decode == NUMBERS else ())
+    root = Path(os.path.expanduser(options.data))
+    if not options.data or not is_folder(root):
+        usages = [entry.usage for entry in DATASETS.values()]
+        problem = "is not a folder" if os.path.isfile(root) else "is not a data set, and no folder of that name exists"
+        hint = ours(options.data, usages, "data set") or nearest(options.data, usages)
+        raise UserError(f"{options.data!r} {problem}.{hint} Allowed: {', '.join(usages)}.")
+    folder = FolderListing(root.resolve(), (ARRAY_EXTENSION,) if options.decode == NUMBERS else ())
     tops, notes = find_parts(folder, options.val_part)
     if tops[0][0]:
         folder.count_loose(folder.entries(str(folder.root)))
@@ -163,16 +164,6 @@ def listing(options: DataOptions) -> Images:
     found = replace(builder.build(folder.root), notes=notes)
     found = found.renamed("part", {"": TRAIN} | {part: part for part in PARTS}, PARTS)
     return with_classes(found, (), f"--data {options.data}")
-
-
-def _resolve_root(data: str) -> Path:
-    root = Path(os.path.expanduser(data))
-    if not data or not is_folder(root):
-        usages = [entry.usage for entry in DATASETS.values()]
-        problem = "is not a folder" if os.path.isfile(root) else "is not a data set, and no folder of that name exists"
-        hint = ours(data, usages, "data set") or nearest(data, usages)
-        raise UserError(f"{data!r} {problem}.{hint} Allowed: {', '.join(usages)}.")
-    return root.resolve()
 
 
 def _add_classes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,13 +27,10 @@ from zerovision.training.data.images import ROW_BITS, Archive, FactColumns, Imag
 from zerovision.training.data.parts import PARTS, TRAIN
 from zerovision.training.data.reading.remote import redacted
 from zerovision.training.data.reading.retry import is_file, patiently
-from zerovision.training.data.table import Row, listing_of
+from zerovision.training.data.table import listing_of
 
 SUFFIX = ".parquet"
-IMAGE_COLUMN = "image"
-METADATA = b"huggingface"
 CACHE_BYTES = 256 * 2**20  # limit for the row groups that a process keeps in memory
-MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 
 
 def listing(options: DataOptions) -> Images:
@@ -44,20 +41,16 @@ def listing(options: DataOptions) -> Images:
     if options.data.startswith("hf:"):
         return _of_hub(options)
     path = Path(os.path.expanduser(options.data))
-    if is_file(path) and not _image_columns(schema := _opened(path).schema_arrow, options.label_column):
-        return listing_of(schema.names, _rows(path), options)
+    if is_file(path) and not _image_columns((file := _opened(path)).schema_arrow, options.label_column):
+        rows = enumerate((row for batch in file.iter_batches() for row in batch.to_pylist()), 1)
+        return listing_of(file.schema_arrow.names, rows, options)
     return in_parts(archives.read(kind_of(options), options), options)
 
 
 def kind_of(options: DataOptions) -> Kind:
     """Return the kind of Parquet files with the columns that `options` names."""
-    columns = options.path_column or IMAGE_COLUMN, options.label_column
+    columns = options.path_column or "image", options.label_column
     return Kind(SUFFIX, partial(scan, columns), partial(ParquetArchive, columns), columns)
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a table of paths."""
-    yield from enumerate((row for batch in _opened(path).iter_batches() for row in batch.to_pylist()), 1)
 
 
 def _opened(path: PurePath) -> Any:
@@ -146,7 +139,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
     builder, left_out, first = ImagesBuilder(), 0, 0
     for group in range(opened.num_row_groups):
         size = opened.metadata.row_group(group).total_byte_size
-        if size > MOST_GROUP_BYTES:
+        if size > 2 * 10**9:
             raise UserError(
                 f"'{file}' has a row group of {size / 1e9:.1f} GB, which is read as a whole: write smaller row groups."
             )
@@ -172,7 +165,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
 def _label_names(schema: Any, column: str) -> list[str]:
     """Return the class names of a ClassLabel column; [] for other columns."""
     with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        names = json.loads((schema.metadata or {})[METADATA])["info"]["features"][column]["names"]
+        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][column]["names"]
         return [name for name in names if type(name) is str]
     return []
 

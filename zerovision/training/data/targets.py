@@ -22,11 +22,6 @@ class LabelTargets(NamedTuple):
     names: list[str]
     targets: torch.Tensor
 
-    def images_of_each(self, labels: torch.Tensor) -> list[int]:
-        """Return the number of images in each of K classes; `labels` are indices into `names`, int64 [N]."""
-        counts = torch.bincount(labels, minlength=len(self.names)).double() @ self.targets.double()
-        return counts.long().tolist()
-
 
 def classes_of(name: str) -> list[str]:
     """Return the classes that a label stands for, given its name."""

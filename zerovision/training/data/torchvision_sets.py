@@ -69,7 +69,7 @@ def load(options: DataOptions) -> DatasetPair:
     check_name("torchvision data set", name, TORCHVISION_SETS)
     entry = TORCHVISION_SETS[name]
     train, val = (_open(name, options, entry.arguments(is_train=is_train)) for is_train in (True, False))
-    class_names = _class_names(train)
+    class_names = [str(name) for name in getattr(train, "classes", None) or range(int(_labels(train).max()) + 1)]
     notes = [f"the validation images are torchvision's {'val' if entry.val == 'val' else 'test'} part"]
     if entry.files:
         parts = [_list_files(dataset, entry.files, options.root, class_names) for dataset in (train, val)]
@@ -99,12 +99,6 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
     except Exception as error:  # a network error, or as above
         reason = " ".join(str(error).split())
         raise UserError(f"torchvision:{name} could not be downloaded to {str(root)!r}: {reason}.") from None
-
-
-def _class_names(dataset: Any) -> list[str]:
-    names = getattr(dataset, "classes", None)
-    labels = _labels(dataset)
-    return [str(name) for name in names] if names else [str(label) for label in range(int(labels.max()) + 1)]
 
 
 def _labels(dataset: Any) -> torch.Tensor:

@@ -35,8 +35,6 @@ from zerovision.training.data.reading.remote_files import CONNECTIONS, Copies, R
 from zerovision.training.data.tar_shards import TarArchive
 from zerovision.training.data.tar_shards import kind_of as kind_of_tar
 
-COPIES = "remote"  # under --data-root
-
 
 def listing(options: DataOptions) -> Images:
     """Return the images at a URL.
@@ -70,13 +68,12 @@ def listing(options: DataOptions) -> Images:
         indexes = [*pool.map(partial(_index, kind, options.root / CACHE, copies), range(len(files)))]
     root = root.parent if root.suffix in ARCHIVES else root
     archive = RemoteArchive(copies, kind.open(copies.paths, copies.states))
-    names = partial(ask, root / CLASS_NAMES, "cat_file")
-    found = archives.listing_of(root, indexes, archive, options, names)
+    found = archives.listing_of(root, indexes, archive, options, partial(ask, root / CLASS_NAMES, "cat_file"))
     return in_parts(replace(found, notes=[*found.notes, note]), options)
 
 
 def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataOptions) -> Copies:
-    folder = options.root / COPIES
+    folder = options.root / "remote"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
