@@ -49,14 +49,11 @@ def _load_digits(options: DataOptions) -> DatasetPair:
     raw = torch.from_numpy(np.rint(ink * (255 / MOST_INK)).astype(np.uint8)).unsqueeze(1)
     size, filter_mode = options.image_size or IMAGE_SIZE, InterpolationMode(options.interpolation)
     # resized once here: 1,797 gray images take 2 MB at 32 pixels
-    train, val = (
-        ArraySource(functional.resize(raw[part], sides(size), filter_mode, antialias=True), labels[part])
-        for part, size in (
-            (slice(DIGITS_TO_TRAIN), size),
-            (slice(DIGITS_TO_TRAIN, None), options.eval_image_size or size),
-        )
-    )
-    return make_array_datasets(train, val, [str(digit) for digit in range(10)], options, IMAGE_SIZE)
+    sources = []
+    for part, side in (slice(DIGITS_TO_TRAIN), size), (slice(DIGITS_TO_TRAIN, None), options.eval_image_size or size):
+        images = functional.resize(raw[part], sides(side), filter_mode, antialias=True)
+        sources.append(ArraySource(images, labels[part]))
+    return make_array_datasets(*sources, [str(digit) for digit in range(10)], options, IMAGE_SIZE)
 
 
 def _load_fake(options: DataOptions) -> DatasetPair:

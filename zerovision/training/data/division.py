@@ -63,7 +63,14 @@ def divided(images: Images, options: DataOptions) -> list[Images]:
     there = parts_there(images)
     if TRAIN not in there:
         raise UserError(f"{where} has no training images: add a folder or a split named train; {CLASSES_ANYWAY}.")
-    _check_groups(images, where)
+    pairs = np.unique(images["group"].astype(np.int64) * len(PARTS) + part)
+    groups, parts = np.divmod(pairs, len(PARTS))
+    for place in np.flatnonzero(groups[1:] == groups[:-1]):
+        if group := images.words["group"][groups[place]]:
+            raise UserError(
+                f"{where}: the group {shown(group)} is in {PARTS[parts[place]]} and in {PARTS[parts[place + 1]]}: put "
+                "the whole group into one, or leave out the column split."
+            )
     if VAL not in there:
         rows = np.flatnonzero(part == 0)
         part = part.copy()
@@ -106,17 +113,6 @@ def _weighted(parts: list[Images], where: str) -> list[Images]:
     if not mean:
         raise UserError(f"{where}: all training images have weight 0.")
     return [replace(part, columns={**part.columns, "weight": part.columns["weight"] / mean}) for part in parts]
-
-
-def _check_groups(images: Images, where: str) -> None:
-    pairs = np.unique(images["group"].astype(np.int64) * len(PARTS) + images["part"])
-    groups, parts = np.divmod(pairs, len(PARTS))
-    for place in np.flatnonzero(groups[1:] == groups[:-1]):
-        if group := images.words["group"][groups[place]]:
-            raise UserError(
-                f"{where}: the group {shown(group)} is in {PARTS[parts[place]]} and in {PARTS[parts[place + 1]]}: put "
-                "the whole group into one, or leave out the column split."
-            )
 
 
 def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndarray:
@@ -285,8 +281,6 @@ def _shares(total: int, taken: Sequence[int], left: int) -> list[int]:
     wanted = [total * (number + 1) // folds - total * number // folds for number in range(folds)]
     shares = [max(whole - has, 0) for whole, has in zip(wanted, taken, strict=True)]
     while sum(shares) > left:  # groups exceed a fold's share, so the fullest folds receive fewer images
-        fullest = max(
-            (number for number in range(folds) if shares[number]), key=lambda at: (taken[at] + shares[at], at)
-        )
+        fullest = max(filter(shares.__getitem__, range(folds)), key=lambda at: (taken[at] + shares[at], at))
         shares[fullest] -= 1
     return shares

@@ -223,12 +223,9 @@ def _of_hub(options: DataOptions) -> Images:
     organization, _, rest = name.partition("/")
     repository, _, inner = rest.partition("/")
     repository = f"{organization}/{repository}"
+    snapshot = partial(snapshot_download, repository, repo_type="dataset", allow_patterns=f"*{SUFFIX}")
     try:
-        folder = Path(
-            snapshot_download(
-                repository, repo_type="dataset", allow_patterns=f"*{SUFFIX}", local_files_only=not options.download
-            )
-        )
+        folder = Path(snapshot(local_files_only=not options.download))
     except Exception as error:  # a wrong name, a network error, missing permissions
         if options.download:
             raise UserError(f"hf:{repository} could not be downloaded: {redacted(one_line(error))}.") from None

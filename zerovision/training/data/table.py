@@ -121,10 +121,11 @@ class TableColumns(FactColumns):
 
 def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
     """Return the header and the other rows of a text file, with the separator that its header uses."""
+    where = f"--data {options.data}"
     try:
         content = read_file(file, MAX_BYTES)
     except ImageError as error:
-        raise UserError(f"--data {options.data}: the table cannot be read ({error.reason}).") from None
+        raise UserError(f"{where}: the table cannot be read ({error.reason}).") from None
     first = content.partition(b"\n")[0].decode("utf-8-sig", "replace")
     known = {*PATH_COLUMNS, options.path_column, options.label_column, *columns_of(options.label_column)}
     known = {name.casefold() for name in known}
@@ -132,33 +133,29 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
         mark: sum(clean(name).strip('" ').casefold() in known for name in first.split(mark)) for mark in SEPARATORS
     }
     separator = max(SEPARATORS, key=lambda mark: (likeness[mark], first.count(mark)))
-    reader = csv.reader(
-        io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline=""), delimiter=separator, strict=True
-    )
+    text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter=separator, strict=True)
 
     def rows() -> Iterator[list[str]]:
         try:
             yield from reader
         except csv.Error as error:
-            raise UserError(f"--data {options.data}, line {reader.line_num}: {one_line(error)}.") from None
+            raise UserError(f"{where}, line {reader.line_num}: {one_line(error)}.") from None
         except UnicodeDecodeError:
-            raise UserError(
-                f"--data {options.data}: the table is not encoded as UTF-8: save it as CSV UTF-8."
-            ) from None
+            raise UserError(f"{where}: the table is not encoded as UTF-8: save it as CSV UTF-8.") from None
 
     every = rows()
     header = [clean(name) for name in next(every, [])]
     if not any(header):
-        raise UserError(f"--data {options.data}: the table is empty: expected a header with path and label.")
-    twice = [name for name in header if name and header.count(name) > 1]
-    if twice:
-        raise UserError(f"--data {options.data}: the column {one_line(twice[0])} occurs more than once.")
+        raise UserError(f"{where}: the table is empty: expected a header with path and label.")
+    if twice := [name for name in header if name and header.count(name) > 1]:
+        raise UserError(f"{where}: the column {one_line(twice[0])} occurs more than once.")
 
     def cells() -> Iterator[Row]:
         for row in every:
             if len(row) > len(header):
-                cells_here = f"{len(row)} cells, but the header has {len(header)}"
-                raise UserError(f"--data {options.data}, line {reader.line_num}: {cells_here}.")
+                counts = f"{len(row)} cells, but the header has {len(header)}"
+                raise UserError(f"{where}, line {reader.line_num}: {counts}.")
             if row:
                 yield reader.line_num, dict(zip(header, map(as_given, row), strict=False))
 
