@@ -28,6 +28,8 @@ _RANDAUGMENT_PATTERN = re.compile(
     r"rand(-(m[0-9]{1,2}|n[1-9]|p(0\.[0-9]{1,6}|1)|mstd[0-9]{1,3}(\.[0-9]{1,6})?|inc[01]|t(weights|3aw|3a)))*"
 )
 _NUMBER = r"[0-9]{0,3}(?:\.[0-9]{1,6}|[0-9](?:/[1-9][0-9]{0,3})?)"
+_RANGE_PATTERN = re.compile(f"({_NUMBER}),({_NUMBER})")
+_LARGEST_RATIO = 100
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
             "number of operations, p their probability, t their set, and inc1 makes effects grow with m."
         )
     scale = _read_range("--crop-scale", given.crop_scale, 1)
-    ratio = _read_range("--crop-scale RATIO", given.crop_ratio, 100)
+    ratio = _read_range("--crop-scale RATIO", given.crop_ratio, _LARGEST_RATIO)
     if (given.crop_scale, given.crop_ratio) != (CROP_SCALE, CROP_RATIO) and not line.crop:
         cropping = either(name for name, line in AUGMENTATIONS.items() if line.crop)
         raise UserError(f"--crop-scale: the augmentation {name} does not crop: use {cropping}.")
@@ -149,7 +151,7 @@ def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentati
 
 def _read_range(flag: str, text: str, most: int) -> tuple[float, float]:
     """Parse "LOW,HIGH"; fractions are allowed, because 4/3 has no exact decimal form."""
-    found = re.fullmatch(f"({_NUMBER}),({_NUMBER})", text)
+    found = _RANGE_PATTERN.fullmatch(text)
     low, high = (Fraction(number) for number in found.groups()) if found else (Fraction(0), Fraction(0))
     if not 0 < low <= high <= most:
         raise UserError(
@@ -160,6 +162,7 @@ def _read_range(flag: str, text: str, most: int) -> tuple[float, float]:
 
 MIN_IMAGE_SIZE = 8  # pixels
 USAGE = "LOW:FIRST:LAST"
+STEP, SMALL_STEP, SMALL_BELOW = 32, 4, 128  # pixels
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class SizeRamp:
         if epoch >= self.last:
             return full
         between = self.low + (full - self.low) * (epoch - self.first) / (self.last - self.first)
-        step = 32 if full >= 128 else 4
+        step = STEP if full >= SMALL_BELOW else SMALL_STEP
         return min(max(round(between / step) * step, self.low), full)
 
     def sizes(self, full: int) -> list[int]:

@@ -63,8 +63,7 @@ def divided(images: Images, options: DataOptions) -> list[Images]:
     there = parts_there(images)
     if TRAIN not in there:
         raise UserError(f"{where} has no training images: add a folder or a split named train; {CLASSES_ANYWAY}.")
-    pairs = np.unique(images["group"].astype(np.int64) * len(PARTS) + part)
-    groups, parts = np.divmod(pairs, len(PARTS))
+    groups, parts = np.divmod(np.unique(images["group"].astype(np.int64) * len(PARTS) + part), len(PARTS))
     for place in np.flatnonzero(groups[1:] == groups[:-1]):
         if group := images.words["group"][groups[place]]:
             raise UserError(

@@ -22,6 +22,7 @@ from zerovision.training.data.reading.sources import UNKNOWN, FileSource
 from zerovision.training.world.collectives import broadcast_object, largest_over_ranks
 from zerovision.training.world.world import World
 
+COLUMNS = ("part", "class", "bytes", "digest", "path")
 NAMED = 3
 
 
@@ -65,7 +66,7 @@ def write_image_list(file: Path, images: Sequence[ListedImage]) -> None:
     """Write the list as gzip-compressed CSV, which `zcat` can print."""
     with replacing(file) as temporary, gzip.open(temporary, "wt", 1, "utf-8", "surrogateescape", newline="") as stream:
         writer = csv.writer(stream)
-        writer.writerow(("part", "class", "bytes", "digest", "path"))
+        writer.writerow(COLUMNS)
         writer.writerows((one.part, one.label, one.size, f"{one.digest:016x}", one.path) for one in images)
 
 

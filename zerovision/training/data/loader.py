@@ -26,6 +26,7 @@ from zerovision.training.world.collectives import gather_rows
 from zerovision.training.world.world import World
 
 MAX_BYTES = 2 * 10**9
+MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is loaded
 CPU = torch.device("cpu")
 
 
@@ -117,7 +118,7 @@ def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDev
     shape = [side + 2 * dataset.batch_transforms.border for side in dataset.preprocessing.sides]
     bound = MAX_BYTES
     if device.type == "cuda":
-        bound = min(bound, torch.cuda.mem_get_info(device)[0] // 4)  # free before the model is loaded
+        bound = min(bound, int(MAX_SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]))
     fits = int(np.prod([*source.images.shape[:2], *shape])) * source.images.element_size() <= bound
     return ImagesOnDevice(dataset, source.images, device) if fits else None
 

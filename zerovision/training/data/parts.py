@@ -109,8 +109,7 @@ def parts_of_splits(given: Collection[str], options: DataOptions) -> dict[str, s
             f"--val-part {chosen}: --data {options.data} has no such split.{nearest(chosen, given)} It has: {listed}."
         )
     if chosen:
-        others = {name: TEST if kind == TEST else TRAIN for name, kind in found.items()}
-        return others | {chosen: VAL}
+        return {name: TEST if kind == TEST else TRAIN for name, kind in found.items()} | {chosen: VAL}
     if unknown := sorted(name for name, kind in found.items() if not kind):
         raise UserError(
             f"--data {options.data}: the split {shown(unknown[0])} is not train, val or test: rename it, or use "

@@ -51,8 +51,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 def seed_global_generators(seed: int, epoch: int, index: int) -> int:
     """Seed the three global CPU generators for one sample of one epoch; return the 64-bit seed."""
-    digest = hashlib.blake2b(f"{seed},{epoch},{index}".encode(), digest_size=8).digest()
-    value = int.from_bytes(digest, "little")
+    value = int.from_bytes(hashlib.blake2b(f"{seed},{epoch},{index}".encode(), digest_size=8).digest(), "little")
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     # torch.manual_seed would also queue a call on every GPU

@@ -164,8 +164,7 @@ class BatchPlan:
         """
         if self.groups == 1:
             return min(self.global_batch, self.num_samples - step * self.global_batch)
-        leaves = self.leaves_of_group(rank)
-        return sum(int((self._positions(step, leaf) < self.num_samples).sum()) for leaf in leaves)
+        return sum(int((self._positions(step, leaf) < self.num_samples).sum()) for leaf in self.leaves_of_group(rank))
 
     def leaves_of_group(self, rank: int) -> range:
         """Return the leaves of a step that a rank's group computes; with one group, these are all leaves."""

@@ -62,6 +62,9 @@ class Refused(Exception):
 
 
 _PNG_SIGNATURE, _ARRAY_SIGNATURE = b"\x89PNG\r\n\x1a\n", b"\x93NUMPY"
+_ANCILLARY = 0x20  # bit of a chunk type's first letter, set in lower case
+_PNG_PIXELS = (b"tRNS", b"acTL", b"fcTL", b"fdAT")
+_PNG_ORIENTATION = b"eXIf"
 
 
 @cache
@@ -98,8 +101,7 @@ def without_metadata(content: bytes) -> bytes:
         end = position + 12 + int.from_bytes(content[position : position + 4], "big")
         kind, checksum = content[position + 4 : position + 8], content[end - 4 : end]
         is_sound = zlib.crc32(content[position + 4 : end - 4]).to_bytes(4, "big") == checksum
-        is_ancillary = kind[0] & 0x20 and kind not in (b"tRNS", b"acTL", b"fcTL", b"fdAT")  # begins in lower case
-        if is_ancillary and not (kind == b"eXIf" and is_sound):  # eXIf: the orientation
+        if kind[0] & _ANCILLARY and kind not in _PNG_PIXELS and not (kind == _PNG_ORIENTATION and is_sound):
             kept.append(content[start:position])
             start = end
         position = end
@@ -107,6 +109,7 @@ def without_metadata(content: bytes) -> bytes:
 
 
 MAX_FILE_BYTES = 1_500_000_000  # more than MAX_PIXELS uncompressed pixels with 4 channels of 16 bits
+MAX_NOTE = 300  # characters
 
 
 class ImageError(UserError):
@@ -171,4 +174,4 @@ def named(path: str | os.PathLike[str], found: dict[str, str] | None = None) -> 
     except Refused as refused:
         raise ImageError(path, str(refused)) from None
     if notes and found is not None:
-        found[os.fspath(path)] = " ".join("; ".join(dict.fromkeys(notes)).split())[:300]
+        found[os.fspath(path)] = " ".join("; ".join(dict.fromkeys(notes)).split())[:MAX_NOTE]

@@ -23,6 +23,9 @@ REQUEST_SECONDS = 30.0
 # Fields that change with a file's contents, as named by servers and fsspec's packages.
 MARKS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "md5Hash", "generation", "blob_id", "lfs")
 UNMARKED = 0
+MARK_NS = 10**9  # a mark is a time in whole seconds before 2038, which every file system can store
+_MAY_PASS = (408, 429)  # HTTP status codes below 500 that may be temporary
+_SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#][^\s'\"]+")
 
 State = tuple[int, int]  # size in bytes, and a mark that changes with the contents (local files: the time)
 
@@ -36,7 +39,7 @@ class RemotePath(PurePosixPath):
 
 def redacted(text: str) -> str:
     """Return `text` without the users, passwords and queries in its URLs."""
-    return re.sub(r"(?<=://)[^/\s]*@|[?#][^\s'\"]+", "***", text)
+    return _SECRETS.sub("***", text)
 
 
 def check_url(text: str) -> bool:
@@ -103,7 +106,7 @@ def _as_os_error(error: BaseException) -> OSError:
     if isinstance(error, TimeoutError):
         text = f"no answer within {REQUEST_SECONDS:g} s"
     is_final = isinstance(error, (FileNotFoundError, PermissionError, ValueError)) or "Credentials" in repr(type(error))
-    is_final |= 400 <= status < 500 and status not in (408, 429)
+    is_final |= 400 <= status < 500 and status not in _MAY_PASS
     return OSError(errno.EINVAL if is_final else errno.EIO, text)
 
 
@@ -114,8 +117,7 @@ def state_of(file: PurePath) -> State:
         raise OSError(errno.EINVAL, "its size is not known")
     marks = [(name, facts[name]) for name in MARKS if facts.get(name)]
     number = int.from_bytes(hashlib.sha256(repr(marks).encode()).digest()[:4], "big") >> 1 or 1
-    # the mark is a time in whole seconds before 2038, which every file system can store
-    return facts["size"], number * 10**9 if marks else UNMARKED
+    return facts["size"], number * MARK_NS if marks else UNMARKED
 
 
 def files_below(folder: RemotePath) -> list[RemotePath]:

@@ -27,6 +27,7 @@ BLOCK_BYTES = 2**22  # per request
 CONNECTIONS = 16  # per process
 COUNTER, COUNTER_BYTES = ".added", 8  # counts the bytes added since the last search for files to remove
 NAME_DIGITS = 32  # of a copy's name
+KEPT_SHARE = 0.9  # of the limit, after a full folder is cleaned up
 DAMAGED = "its bytes differ from those that its index describes"
 UNKNOWN_CHECKSUM = 0
 
@@ -154,7 +155,7 @@ class Copies:
             if path != newest:
                 path.unlink(missing_ok=True)
                 excess -= size
-            if excess <= -self.max_bytes / 10:  # a full folder keeps nine tenths of the limit
+            if excess <= -(1 - KEPT_SHARE) * self.max_bytes:
                 break
 
     def __getstate__(self) -> dict[str, Any]:

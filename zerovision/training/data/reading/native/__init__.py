@@ -43,8 +43,7 @@ def load_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(library_path()))
         if library.crop_jpeg_version() != API_VERSION:
             return None
-        numbers = [ctypes.c_int] * 5
-        library.crop_jpeg.argtypes = [ctypes.c_char_p, ctypes.c_size_t, *numbers, ctypes.c_void_p]
+        library.crop_jpeg.argtypes = [ctypes.c_char_p, ctypes.c_size_t, *[ctypes.c_int] * 5, ctypes.c_void_p]
     except (OSError, AttributeError):
         return None
     return library
