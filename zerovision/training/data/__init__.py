@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 TABLE_EXTENSIONS = (".csv", ".tsv")
 ARCHIVES = {".tar": "tar", ".parquet": "parquet"}  # file suffix to name in `DATASETS`
+FOLDERS_OF_ARCHIVES = ("train", "val", "valid", "validation", "test", "data")
+DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
 FROM_WEIGHTS: dict[str, Callable[[Any], bool]] = {  # values that "auto" may take from the starting weights
     "interpolation": ("bilinear", "bicubic").__contains__,
     "eval_crop": lambda share: share is not None and 0.5 <= share <= 1,
@@ -136,7 +138,7 @@ def bad_image_share(value: str) -> Fraction:
         UserError: If the value is none of these, or the share is not a decimal number above 0 and below 1.
     """
     if value in ("error", "skip"):
-        return Fraction(1, 1000) if value == "skip" else Fraction(0)
+        return DEFAULT_BAD_IMAGE_SHARE if value == "skip" else Fraction(0)
     mode, _, share = value.partition(":")
     if mode != "skip" or not re.fullmatch(r"0?\.[0-9]{1,9}", share) or not Fraction(share):
         raise UserError(
@@ -156,7 +158,7 @@ def find_dataset(data: str) -> DatasetEntry:
         return entry
     path = os.path.expanduser(data)
     if is_folder(path):
-        folders = [path, *(f"{path}/{name}" for name in ("train", "val", "valid", "validation", "test", "data"))]
+        folders = [path, *(f"{path}/{name}" for name in FOLDERS_OF_ARCHIVES)]
         suffix = next(filter(None, map(_suffix_of_all, folders)), "")
         return DATASETS[ARCHIVES.get(suffix, "folder")]
     if data.lower().endswith(TABLE_EXTENSIONS):

@@ -36,6 +36,7 @@ from zerovision.training.data.reading.retry import entries_of, is_file, is_folde
 SUFFIX = ".index.npz"
 CACHE = "indexes"  # under --data-root
 CLASS_NAMES = "classnames.txt"  # names of integer labels, one per line, as in CLIP's data sets
+LABEL_TYPES = (str, int)
 _NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of "train-00000-of-00002-a1b2c3d4e5f60718"
 
 
@@ -242,7 +243,7 @@ def _parsed(content: bytes) -> Index:
         if not (is_one and ((column >= 0) & (column < limits.get(name, np.inf))).all()):
             raise ValueError(name)
     for name, some in (words | names | {"dotted": facts["dotted"][1:]}).items():
-        if not all(type(word) in ((str, int) if name == "label" else (str,)) for word in some):
+        if not all(type(word) in (LABEL_TYPES if name == "label" else (str,)) for word in some):
             raise ValueError(name)
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     images = Images(PurePath(), tensors, words, torch.from_numpy(text))

@@ -53,7 +53,8 @@ def _load_digits(options: DataOptions) -> DatasetPair:
     for part, side in (slice(DIGITS_TO_TRAIN), size), (slice(DIGITS_TO_TRAIN, None), options.eval_image_size or size):
         images = functional.resize(raw[part], sides(side), filter_mode, antialias=True)
         sources.append(ArraySource(images, labels[part]))
-    return make_array_datasets(*sources, [str(digit) for digit in range(10)], options, IMAGE_SIZE)
+    train, val = sources
+    return make_array_datasets(train, val, [str(digit) for digit in range(10)], options, IMAGE_SIZE)
 
 
 def _load_fake(options: DataOptions) -> DatasetPair:

@@ -28,6 +28,7 @@ from zerovision.models.weights_metadata import BYTES, Preprocessing
 from zerovision.training.data.augmentations import Augmentation
 
 THINNEST_SIDES = 20  # largest ratio of the longer to the shorter side at which an image is enlarged as a whole
+_WEIGHT_BITS = 14  # precision of PyTorch's fixed-point weights for bytes, if the largest weight is between 1 and 2
 
 # Each filter's radius in pixels, and its weight as a function of distance; as in Pillow and antialiased PyTorch.
 FILTERS = {
@@ -115,7 +116,7 @@ def resize_weights(
 def _weighted(weights: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
     """Return weighted sums [C, S, w] of the rows of `image` [C, h, w]; bytes are rounded as in PyTorch."""
     exact = image.dtype != torch.uint8
-    one = 2**14  # in PyTorch's fixed-point weights for bytes, if the largest weight is between 1 and 2
+    one = 2**_WEIGHT_BITS
     factors = weights if exact else (weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc()
     summed = factors.to(image.device) @ image.double()
     return (summed if exact else ((summed + one / 2) / one).floor().clamp(0, 255)).to(image.dtype)
@@ -242,6 +243,10 @@ def resize(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     return torch.nn.functional.interpolate(batch, sides(size), mode=mode, antialias=True)[0]
 
 
+BLUR_RADIUS = (0.1, 2.0)  # pixels, standard deviation
+SOLARIZED_FROM = 128  # gray level
+
+
 def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
     """Return timm's RandAugment, with its default fill for pixels beyond the edge."""
     from timm.data import auto_augment  # timm takes seconds to import
@@ -271,12 +276,11 @@ def _autoaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Ca
 
 def _three_augment(augmentation: Augmentation, preprocessing: Preprocessing) -> Callable:
     """Return the policy that applies one of gray, solarize and blur (Touvron et al., "DeiT III", arXiv:2204.07118)."""
-    return v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.Lambda(_blur)])  # from gray level 128
+    return v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARIZED_FROM, p=1.0), v2.Lambda(_blur)])
 
 
 def _blur(image: Image.Image) -> Image.Image:
-    radius = float(torch.empty(1).uniform_(0.1, 2.0))  # standard deviation in pixels
-    return image.filter(ImageFilter.GaussianBlur(radius))
+    return image.filter(ImageFilter.GaussianBlur(float(torch.empty(1).uniform_(*BLUR_RADIUS))))
 
 
 POLICIES: dict[str, Callable[[Augmentation, Preprocessing], Callable]] = {

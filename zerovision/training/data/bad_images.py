@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zerovision.training.data.datasets import ImageDataset
     from zerovision.training.data.loader import Loader
 
+PATHS_IN_ERROR = 3
 MAX_FILES_LISTED = 20
 FILES_PER_MESSAGE = 500  # a path may be 4,096 bytes long, and the size of messages is limited
 
@@ -64,7 +65,7 @@ def check_budget(bad_images: dict[str, str], dataset: ImageDataset) -> None:
 
 
 def _over_budget(dataset: ImageDataset, bad: Collection[str] = ()) -> UserError:
-    shown = ", ".join(list(bad)[:3])
+    shown = ", ".join(list(bad)[:PATHS_IN_ERROR])
     return UserError(
         f"more than {dataset.most_bad} of {len(dataset)} images cannot be used, which is the limit of --bad-images"
         f"{': ' + shown if shown else ''}. Repair or remove them (scripts/doctor.py --check-data lists all), or allow "
@@ -91,15 +92,12 @@ def check_bad_images(loader: Loader, world: World) -> None:
 
 def bad_image_lines(loaders: list[Loader], world: World) -> Iterator[str]:
     """Yield a line about skipped images, and one about unusual images; a collective."""
-    yield from _line("unreadable image", "skipped", [loader.bad_images for loader in loaders], world)
-    yield from _line("image", "with a note", [loader.notes for loader in loaders], world)
-
-
-def _line(noun: str, what: str, found: list[dict[str, str]], world: World) -> Iterator[str]:
-    merged = _merged({path: why for one in found for path, why in one.items()}, world)
-    if merged:
-        shown = ", ".join(f"{path} ({why})" for path, why in sorted(merged.items())[:MAX_FILES_LISTED])
-        yield f"{plural(len(merged), noun)} {what}: {shown}{' ...' if len(merged) > MAX_FILES_LISTED else ''}"
+    bad, noted = [loader.bad_images for loader in loaders], [loader.notes for loader in loaders]
+    for noun, what, found in ("unreadable image", "skipped", bad), ("image", "with a note", noted):
+        merged = _merged({path: why for one in found for path, why in one.items()}, world)
+        if merged:
+            shown = ", ".join(f"{path} ({why})" for path, why in sorted(merged.items())[:MAX_FILES_LISTED])
+            yield f"{plural(len(merged), noun)} {what}: {shown}{' ...' if len(merged) > MAX_FILES_LISTED else ''}"
 
 
 def _merged(found: dict[str, str], world: World) -> dict[str, str]:

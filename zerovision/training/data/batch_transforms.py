@@ -114,6 +114,10 @@ def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.n
     return np.stack([slots, tops, lefts, height, width, np.floor(start * NOISE_LENGTH)]).astype(np.int64)
 
 
+SHIFT_FRACTION = 0.1
+BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
+
+
 class BatchTransforms:
     """The last steps of an augmentation, for a batch of images of one size: uint8, or float32 from `to_values`.
 
@@ -126,7 +130,7 @@ class BatchTransforms:
     def __init__(self, preprocessing: Preprocessing, augmentation: Augmentation, seed: int) -> None:
         self.augmentation, self.seed, self.sides = augmentation, seed, preprocessing.sides
         farthest, size = augmentation.shift_pixels, preprocessing.image_size
-        farthest = int(0.1 * min(self.sides)) if farthest is None else farthest
+        farthest = int(SHIFT_FRACTION * min(self.sides)) if farthest is None else farthest
         self.border, self.channels = farthest if augmentation.shift else 0, preprocessing.channels
         self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed, self.channels)
         mean, std = (np.array(each, dtype=np.float64) for each in (preprocessing.mean, preprocessing.std))
@@ -189,11 +193,10 @@ class BatchTransforms:
         columns = left + torch.where(mirrored > 0, len(along) - 1 - along, along)
         pixels = (rows[:, :, None] * padded.shape[2] + columns[:, None, :]).view(-1)
         flat = padded.view(-1, padded.shape[3])
-        taken = flat.index_select(0, pixels).view(len(positions), *self.sides, -1)
-        return self._finish(taken, epoch, draw_keys)
+        return self._finish(flat.index_select(0, pixels).view(len(positions), *self.sides, -1), epoch, draw_keys)
 
     def _draws(self, epoch: int, draw_keys: np.ndarray) -> np.ndarray:
-        return uniform_draws(self.seed, epoch, draw_keys, 3)  # mirrored or not, rows and columns to shift by
+        return uniform_draws(self.seed, epoch, draw_keys, BATCH_DRAWS)
 
     def _is_mirrored(self, draws: np.ndarray, epoch: int, draw_keys: np.ndarray) -> np.ndarray:
         """Return which images to mirror, bool [B], given the epoch's draws.
@@ -311,5 +314,4 @@ class Mixing:
             side, centre = int(size * np.sqrt(1 - share)), int(draws.randint(size))
             ends += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, size)]
         top, bottom, left, right = ends
-        part = (bottom - top) * (right - left) / math.prod(shape)
-        return Mix(1 - part, (top, bottom, left, right))
+        return Mix(1 - (bottom - top) * (right - left) / math.prod(shape), (top, bottom, left, right))

@@ -19,6 +19,7 @@ from zerovision.training.data.settings import READ_LISTS
 
 Label = str | int
 Named = TypeVar("Named")
+UNLABELLED = -1  # the integer label of images without labels, as in many test parts
 MOST_DIGITS = 18  # of a number that indexes names
 NAMED = 5
 _ENDS = re.compile("^[\\s\ufeff\u200b\u2060]+|[\\s\ufeff\u200b\u2060]+$")
@@ -49,7 +50,7 @@ def label_of(value: object) -> Label | None:
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
         return _name(value)
-    if value is None or value == -1:  # as in many test parts
+    if value is None or value == UNLABELLED:
         return None
     if isinstance(value, bool):
         return str(value)

@@ -30,7 +30,10 @@ from zerovision.training.data.reading.retry import is_file, patiently
 from zerovision.training.data.table import listing_of
 
 SUFFIX = ".parquet"
+IMAGE_COLUMN = "image"
+METADATA = b"huggingface"
 CACHE_BYTES = 256 * 2**20  # limit for the row groups that a process keeps in memory
+MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 
 
 def listing(options: DataOptions) -> Images:
@@ -49,7 +52,7 @@ def listing(options: DataOptions) -> Images:
 
 def kind_of(options: DataOptions) -> Kind:
     """Return the kind of Parquet files with the columns that `options` names."""
-    columns = options.path_column or "image", options.label_column
+    columns = options.path_column or IMAGE_COLUMN, options.label_column
     return Kind(SUFFIX, partial(scan, columns), partial(ParquetArchive, columns), columns)
 
 
@@ -139,7 +142,7 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
     builder, left_out, first = ImagesBuilder(), 0, 0
     for group in range(opened.num_row_groups):
         size = opened.metadata.row_group(group).total_byte_size
-        if size > 2 * 10**9:
+        if size > MOST_GROUP_BYTES:
             raise UserError(
                 f"'{file}' has a row group of {size / 1e9:.1f} GB, which is read as a whole: write smaller row groups."
             )
@@ -158,14 +161,13 @@ def scan(columns: tuple[str, str], file: Path) -> Index:
             name = clean(str(path or "")) or f"{file.stem}-{first + row:09}"
             builder.add(name, label, found, state=(length, 0), place=group << ROW_BITS | row)
         first += opened.metadata.row_group(group).num_rows
-    names = _label_names(schema, labels)
-    return Index(builder.build(file.parent), names, left_out, unused=tuple(facts.unused))
+    return Index(builder.build(file.parent), _label_names(schema, labels), left_out, unused=tuple(facts.unused))
 
 
 def _label_names(schema: Any, column: str) -> list[str]:
     """Return the class names of a ClassLabel column; [] for other columns."""
     with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][column]["names"]
+        names = json.loads((schema.metadata or {})[METADATA])["info"]["features"][column]["names"]
         return [name for name in names if type(name) is str]
     return []
 

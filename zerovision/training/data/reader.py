@@ -47,6 +47,8 @@ from zerovision.training.world.preserved_process import preserved_generators
 # Installed packages only: Python 3.11's fork server lacks the paths that a script added to sys.path.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
 _SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+BATCHES_OF_A_WORKER = 3  # in shared memory at the same time: two read ahead, one in use
+QUEUE_SECONDS = 2.0  # time limit for closing queues to workers that have died
 MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
 
 
@@ -143,8 +145,7 @@ def fit_workers_into_memory(
     """
     room = 0
     if os.access(SHARED_MEMORY, os.W_OK):  # otherwise it has no room even for the workers' semaphores
-        # Each worker has three batches there at the same time: two read ahead, one in use.
-        room = shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * 3 * ranks_on_machine)
+        room = shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
     if workers <= room:
         return workers
     problem = f"{SHARED_MEMORY} has room for the batches of {room} data workers of each rank"
@@ -194,7 +195,7 @@ class _WorkerContext(ForkServerContext):
         """
         threads = [getattr(queue, "_thread", None) for queue in self._queues]
         self._queues.clear()
-        deadline = time.monotonic() + 2.0  # a thread may never end if its worker has died
+        deadline = time.monotonic() + QUEUE_SECONDS
         for thread in filter(None, threads):
             thread.join(max(0.0, deadline - time.monotonic()))
 

@@ -27,6 +27,10 @@ from zerovision.training.data.reading.retry import patiently
 
 LABEL, FACTS = ".cls", ".json"
 LABEL_KEYS = ("label", "cls", "class")  # of the JSON, if there is no .cls
+OWN_KEYS = ("path", *LABEL_KEYS)
+HIDDEN = "."  # files with this prefix are not samples, such as macOS's ._NAME
+MOST_LABEL_BYTES = 2**20
+READ_BYTES = 2**24
 
 
 def listing(options: DataOptions) -> Images:
@@ -160,7 +164,7 @@ class _Scan:
             ) from None
 
     def _is_own(self, name: str) -> bool:
-        return clean(name).casefold() in {"path", *LABEL_KEYS, self._label_key.casefold()}
+        return clean(name).casefold() in {*OWN_KEYS, self._label_key.casefold()}
 
     def _label(self, facts: Mapping[str, Any], text: str | None) -> Label | None:
         """Return the label of a sample; raise LookupError if it is missing, ValueError if it is invalid."""
@@ -179,14 +183,13 @@ def _members(file: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         if member.offset <= last or member.size < 0 or member.offset_data + member.size > total:
             raise tarfile.ReadError(f"the member at {member.offset} is cut off, or its header is damaged")
         last = member.offset
-        # Hidden files are not samples, such as macOS's ._NAME.
-        if member.isreg() and member.sparse is None and not os.path.basename(member.name).startswith("."):
+        if member.isreg() and member.sparse is None and not os.path.basename(member.name).startswith(HIDDEN):
             yield member
         tar.members = []  # type: ignore[attr-defined]  # otherwise all headers stay in memory
     tar.fileobj.seek(tar.offset)  # where tarfile stopped: it treats a header that it cannot read as the end
     if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError(f"cut off, or damaged at {tar.offset}")
-    while rest := tar.fileobj.read(2**24):
+    while rest := tar.fileobj.read(READ_BYTES):
         if rest.strip(b"\0"):
             raise UserError(
                 f"'{file}' continues after its end, as if joined with cat: join files with tar --concatenate, or keep "
@@ -200,7 +203,7 @@ def _key_of(name: str) -> str:
 
 
 def _text(file: Path, tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
-    if member.size > 2**20:
+    if member.size > MOST_LABEL_BYTES:
         raise UserError(f"'{file}': {shown(member.name)} has {member.size} bytes, which is not a label.")
     content = tar.extractfile(member)
     return "" if content is None else content.read().decode("utf-8", "surrogateescape")

@@ -35,6 +35,8 @@ from zerovision.training.data.reading.remote_files import CONNECTIONS, Copies, R
 from zerovision.training.data.tar_shards import TarArchive
 from zerovision.training.data.tar_shards import kind_of as kind_of_tar
 
+COPIES = "remote"  # under --data-root
+
 
 def listing(options: DataOptions) -> Images:
     """Return the images at a URL.
@@ -73,7 +75,7 @@ def listing(options: DataOptions) -> Images:
 
 
 def _copies(files: Sequence[RemotePath], states: Sequence[State], options: DataOptions) -> Copies:
-    folder = options.root / "remote"
+    folder = options.root / COPIES
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -30,6 +30,7 @@ def _polynomial(progress: float, power: float = 1.0) -> float:
 
 
 SMALLEST, FEWEST_EPOCHS, MOST_EPOCHS = sys.float_info.min, 0.1, 1e6  # limits of the numbers in `--schedule`
+FEWEST_WARMUP_STEPS = 50  # at a network's own high rate, at which the first steps would be unstable
 
 # The rate's distance from its final value, which falls from 1 to 0, as a function of the share of the decay completed.
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -125,8 +126,8 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
     batch_scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
     if config.warmup_epochs == "auto":
         warmup_steps = min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
-        if config.learning_rate == config.default_rate > USUAL_RATE:  # the network's own rate, which is high
-            warmup_steps = max(warmup_steps, 50)  # otherwise, the first steps would be unstable
+        if config.learning_rate == config.default_rate > USUAL_RATE:
+            warmup_steps = max(warmup_steps, FEWEST_WARMUP_STEPS)
     else:
         warmup_steps = round(config.warmup_epochs * steps_per_epoch)
     fields = {

@@ -31,7 +31,11 @@ from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.recipe import read_tune
 
+# In layers of other types, adding an adapter's weight to the layer's weight does not add the adapter's output.
+ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+SMALL_SHARE = 0.05  # share of the model; a note points out adapters that are larger
+MOST_IMAGES = 1000
 EPSILON = 5e-4  # added to the eigenvalues
 
 
@@ -67,7 +71,7 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
     if adapted:
         in_adapters = sum(parameter.numel() for name, parameter in module.named_parameters() if is_adapters(name))
         note += f", adapters of rank {number} on {adapted} layers"
-        if in_adapters > 0.05 * (total - in_adapters):
+        if in_adapters > SMALL_SHARE * (total - in_adapters):
             note += f"; they are {in_adapters / (total - in_adapters):.1%} of the model: a lower rank keeps them small"
     return dataclasses.replace(built, notes=[*built.notes, note])
 
@@ -144,8 +148,7 @@ def _add_adapters(built: BuiltModel, rank: int) -> int:
 
 def _adaptable(module: nn.Module, rank: int) -> Iterator[tuple[str, nn.Module]]:
     for name, layer in module.named_modules():
-        # In layers of other types, adding an adapter's weight to the layer's weight does not add the adapter's output.
-        if type(layer) not in (nn.Linear, *PLAIN_CONVOLUTIONS):
+        if type(layer) not in ADAPTABLE:
             continue
         assert isinstance(layer, nn.Linear | nn.Conv2d)
         # peft does not create dilated adapters, and does not merge adapters of grouped convolutions.
@@ -275,7 +278,7 @@ def whitening_filters(images: Iterable[torch.Tensor], size: tuple[int, ...]) -> 
 
 def _sample(data: DatasetPair) -> Iterator[torch.Tensor]:
     images = ImageDataset(data.train.source, data.preprocessing)
-    count = min(len(images), 1000)
+    count = min(len(images), MOST_IMAGES)
     for number in range(count):
         try:
             yield images[0, number * len(images) // count][0]

@@ -42,8 +42,12 @@ Pixels = TypeVar("Pixels", np.ndarray, torch.Tensor)
 
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
+SCALE_NUMERATORS = (1, 2, 4)  # in eighths; libjpeg-turbo's other scales cost more time than they save
+# A phone's "multi-picture" JPEG contains the photo, then previews and depth maps, so it is not an animation.
+_FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 _ORIENTATION = 0x0112  # of EXIF
 _BROKEN_EXIF = (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError, struct.error)
+_APP1, _END_OF_JPEG = b"\xff\xe1", b"\xff\xd9"
 # of TIFF 6.0
 BITS_PER_SAMPLE, _PLANAR_CONFIGURATION, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 284, 262, 0
 
@@ -113,12 +117,12 @@ def _decode_jpeg(
     numerator = scale_numerator(full_height, full_width, shrink_to)
     height, width = (-(-side * numerator // 8) for side in (full_height, full_width))  # libjpeg rounds up
     orientation = 1
-    if b"\xff\xe1" in data:  # APP1, which contains EXIF
+    if _APP1 in data:
         with suppress(Refused), opened(data, max_pixels) as header:
             given: Any = header.getexif().get(_ORIENTATION)
             orientation = given if given in range(1, 9) else 1
     # Without an end marker the file is truncated, and only decoding all of it shows where.
-    if choose is not None and orientation == 1 and data.endswith(b"\xff\xd9"):
+    if choose is not None and orientation == 1 and data.endswith(_END_OF_JPEG):
         part = crop_jpeg(data, numerator, choose(height, width))
         if part is not None:
             return part
@@ -163,8 +167,7 @@ def crop(pixels: Pixels, choose: BoxChooser | None) -> Pixels:
 
 def scale_numerator(height: int, width: int, image_size: int) -> int:
     """Return the scale of an image in eighths (1, 2, 4 or 8), as in Pillow's `draft` with twice the image size."""
-    # libjpeg-turbo's other scales cost more time than they save
-    return next((n for n in (1, 2, 4) if image_size and min(height, width) * n // 8 >= 2 * image_size), 8)
+    return next((n for n in SCALE_NUMERATORS if image_size and min(height, width) * n // 8 >= 2 * image_size), 8)
 
 
 def reduced(image: Image.Image, image_size: int = 0) -> np.ndarray:
@@ -217,8 +220,8 @@ def load(
         bits = tags.get(BITS_PER_SAMPLE, ())
         if tags.get(_PLANAR_CONFIGURATION) == 2 and len(bits) > 1 and max(bits) > 8:
             raise Refused("more than 8 bits in separate planes, which Pillow does not read: save it in another format")
-        # A phone's "multi-picture" JPEG contains the photo, then previews and depth maps, so it is not an animation.
-        if notes is not None and getattr(image, "is_animated", False) and image.format != "MPO":
+        is_animated = getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES
+        if notes is not None and is_animated:
             notes.append("several frames or pages: the first is used")
         raw_mode = str(image.tile[0].args) if isinstance(image, PngImageFile) and image.tile else ""
         if raw_mode in _SCALED_TO_8_BITS and "transparency" in image.info:

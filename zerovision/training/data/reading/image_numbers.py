@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 FLOATS = "float32"
 SMALLEST_STD = 1e-6  # for a constant channel; no smaller value is allowed in weights files
+SMALLEST_BYTE_STD = 1e-4  # for a constant channel of bytes: the last decimal of the mean
+VALUES_AT_A_TIME = 2**22  # that are copied
+SMALLEST_RANGE = 1e-12  # for a constant image
 
 
 def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
@@ -74,7 +77,7 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
 def stretched(images: torch.Tensor) -> torch.Tensor:
     """Scale float32 images for display: the smallest value in all images becomes 0, the largest 1."""
     low, high = images.min(), images.max()
-    return (images - low) / (high - low).clamp_min(1e-12)  # a constant image has no range
+    return (images - low) / (high - low).clamp_min(SMALLEST_RANGE)
 
 
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
@@ -86,18 +89,21 @@ def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     is_bytes = images.dtype == torch.uint8
     means, stds = [], []
     for channel in images.unbind(1):
-        # `np.subtract` copies the values, so not too many at a time
-        parts = [part.numpy() for part in channel.split(max(1, 2**22 // channel[0].numel()))]
+        parts = [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
         mean = sum(part.sum(dtype=np.float64) for part in parts) / channel.numel()
         squares = sum(np.square(np.subtract(part, mean, dtype=np.float64)).sum() for part in parts)
         std = (squares / channel.numel()) ** 0.5
         if is_bytes:
             means.append(round(float(mean / 255), 4))
-            stds.append(max(round(float(std / 255), 4), 1e-4))
+            stds.append(max(round(float(std / 255), 4), SMALLEST_BYTE_STD))
         else:
             means.append(float(f"{mean:.6g}"))
             stds.append(max(float(f"{std:.6g}"), SMALLEST_STD, 1e-5 * abs(means[-1])))
     return means, stds
+
+
+LITTLE_OF_RANGE = 1 / 8  # 12-bit numbers in 16 bits use less than this
+_PNG_BITS = 24  # position of the bit depth in a PNG
 
 
 def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
@@ -145,7 +151,7 @@ def note_unused_range(images: Images, max_pixels: int) -> list[str]:
             ranges.append(_whole_range(images.content(row), max_pixels))
     found = [each for each in ranges if each is not None]
     high, white = max(found, key=lambda each: each[0] / each[1], default=(0, 1))
-    if not 0 < high < white / 8:  # 12-bit numbers in 16 bits use less than this
+    if not 0 < high < LITTLE_OF_RANGE * white:
         return []
     return [
         f"the largest value in {plural(len(found), 'image')} of more than 8 bits is {high} of {white}: read as 8 bits "
@@ -194,7 +200,7 @@ def _bits_of(image: Image.Image, content: bytes) -> int:
     """Return the bits per channel of a PNG or TIFF file, or 8 for other files."""
     if isinstance(image, TiffImageFile):
         return max(image.tag_v2.get(BITS_PER_SAMPLE, (8,)))
-    return content[24] if image.format == "PNG" else 8  # at a fixed place in a PNG's first chunk
+    return content[_PNG_BITS] if image.format == "PNG" else 8
 
 
 def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:

@@ -38,9 +38,12 @@ from zerovision.training.data.reading.image_numbers import BYTES, decode_numbers
 from zerovision.training.data.settings import NUMBERS
 
 INDEX, PIXELS = "index", "pixels"
+RAM_SHARE = 0.25  # of the memory that this process may use, for all caches together
+DISK_BYTES = 50 * 10**9
 _ENTRY = struct.Struct("<QIIq8s")  # offset in bytes, height and width in pixels, digest of the file, checksum
 _WORD = 8
 CACHE_FORMAT = 4  # increased when decoding yields different pixels, or the format of the cache's files changes
+IMAGES_CONVERTED = 1000  # per step
 UNKNOWN = 0  # digest of a file that was not read
 
 
@@ -169,9 +172,9 @@ def _location(options: DataOptions) -> tuple[Path, int]:
     """Return the folder of all caches, each in a subfolder named after its key, and their total limit in bytes."""
     bound = int(options.cache_gb * 1e9)
     if options.cache == "disk":
-        return options.root / "images", bound or 50 * 10**9
+        return options.root / "images", bound or DISK_BYTES
     # other users may write to /dev/shm, so our files are in a folder of our own
-    return SHARED_MEMORY / f"zerovision-{os.getuid()}", bound or usable_memory() // 4
+    return SHARED_MEMORY / f"zerovision-{os.getuid()}", bound or int(RAM_SHARE * usable_memory())
 
 
 def _size(folder: Path) -> int:
@@ -256,7 +259,7 @@ class ArraySource(Source):
 def grey(images: torch.Tensor) -> torch.Tensor:
     """Convert RGB images, uint8 or float32 [N, 3, H, W], to gray [N, 1, H, W] as Pillow does (ITU-R BT.601)."""
     shares = torch.tensor([19595, 38470, 7471])[:, None, None]  # of 2^16
-    parts = images.split(1000)
+    parts = images.split(IMAGES_CONVERTED)
     if images.is_floating_point():
         return torch.cat([(part * (shares / 2**16)).sum(1, True) for part in parts])
     return torch.cat([(((part * shares).sum(1, True) + 2**15) >> 16).to(torch.uint8) for part in parts])
