@@ -107,7 +107,8 @@ def _load_npz(options: DataOptions) -> DatasetPair:
         raise UserError(f"--data npz:{path}: the images of x_train and x_test have different shapes.")
     if train.values != val.values:
         raise UserError(f"--data npz:{path}: x_train is {train.values}, but x_test {val.values}: use the same type.")
-    return make_array_datasets(train, val, names, options, size_of(*train.images.shape[2:]), "shift_flip").noted(notes)
+    size = size_of(*train.images.shape[2:])
+    return make_array_datasets(train, val, names, options, size, "shift_flip").noted(notes)
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

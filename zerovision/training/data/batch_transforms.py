@@ -314,4 +314,5 @@ class Mixing:
             side, centre = int(size * np.sqrt(1 - share)), int(draws.randint(size))
             ends += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, size)]
         top, bottom, left, right = ends
-        return Mix(1 - (bottom - top) * (right - left) / math.prod(shape), (top, bottom, left, right))
+        part = (bottom - top) * (right - left) / math.prod(shape)
+        return Mix(1 - part, (top, bottom, left, right))

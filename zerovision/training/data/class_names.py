@@ -96,7 +96,7 @@ def number_classes(labels: Collection[Label], given: Sequence[str], where: str) 
         names = sorted({str(label) for label in labels})
     else:
         names = [clean(name) for name in given]
-        if all(isinstance(n, int) or (n.isascii() and n.isdigit() and len(n) <= MOST_DIGITS) for n in labels):
+        if all(map(_is_whole, labels)):
             numbers = {label: int(label) for label in labels}
             if (largest := max(numbers.values(), default=0)) >= len(names):
                 raise UserError(
@@ -141,9 +141,7 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     """Yield one note if some class names are probably mistakes."""
     alike = defaultdict(list)
     for name in names:
-        plain = "".join(name.casefold().split())
-        is_number = _DECIMAL.fullmatch(plain) and len(plain) < 25
-        alike[str(Decimal(plain).normalize()) if is_number else plain].append(name)
+        alike[_without_spelling(name)].append(name)
     doubts = _doubts([group for group in alike.values() if len(group) > 1], "differ only in case, blanks or digits")
     doubts += _doubts([[name] for name in names if name.casefold() in _NOTHING], "may mean no label")
     lists = [[name] for name in names if re.search(r"[;|]|^[\[{].*[\]}]$", name)]
@@ -157,3 +155,12 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
 def _doubts(groups: Sequence[Sequence[str]], what: str) -> list[str]:
     named = first_names(groups, lambda group: " and ".join(map(shown, group)))
     return [f"{named} {what}"] if groups else []
+
+
+def _is_whole(label: Label) -> bool:
+    return isinstance(label, int) or (label.isascii() and label.isdigit() and len(label) <= MOST_DIGITS)
+
+
+def _without_spelling(name: str) -> str:
+    plain = "".join(name.casefold().split())
+    return str(Decimal(plain).normalize()) if _DECIMAL.fullmatch(plain) and len(plain) < 25 else plain

@@ -270,13 +270,18 @@ def make_dataset_pair(
     if options.fit in ("pad", "squash") and AUGMENTATIONS[defaults.augmentation].crop:
         defaults = replace(defaults, augmentation="shift_flip")
     augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
+    _check_colours(train, augmentation, options)
     size = options.image_size or defaults.image_size
     eval_size = options.eval_image_size or size
-    _check_images(train, (size, eval_size), augmentation, ramp, options)
+    _check_sizes(size, eval_size, augmentation, ramp, options.progressive_size)
     mixing = Mixing(options, len(class_names)) if options.mixup or options.cutmix else None
     preprocessing, evaluation = (_preprocessing(one, train, options, defaults) for one in (size, eval_size))
     share, counts = bad_image_share(options.bad_images), []
-    notes = [*notes_on_names(class_names), *_preparation_notes(options, train, preprocessing, evaluation, ramp)]
+    notes = [
+        *notes_on_names(class_names),
+        *_preparation_notes(options, preprocessing, of_arrays=train.in_memory),
+        *_size_notes(size, eval_size, ramp),
+    ]
     for source, what in zip(sources, ("training", "validation"), strict=False):
         counts.append(count_labels(source.labels, class_names, what, sets))
         if names := [name for name, count in zip(class_names, counts[-1], strict=True) if not count]:
@@ -314,10 +319,7 @@ def _check_names(class_names: list[str], options: DataOptions, sets: LabelTarget
         raise UserError(f"--data {options.data}: {len(repeated)} repeated class names, such as {shown(repeated[0])}.")
 
 
-def _check_images(
-    source: Source, sizes: Sequence[ImageSize], augmentation: Augmentation, ramp: SizeRamp | None, options: DataOptions
-) -> None:
-    """Raise UserError if the augmentation or the sizes (training, validation) in pixels do not suit the images."""
+def _check_colours(source: Source, augmentation: Augmentation, options: DataOptions) -> None:
     if (source.channels, source.values) != (3, BYTES) and augmentation.uses_pillow:
         flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
         plain = either(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
@@ -325,7 +327,12 @@ def _check_images(
             f"{flag} needs 8-bit RGB images, but these have {plural(source.channels, 'channel')} of {source.values}: "
             f"{'leave it out' if augmentation.color_jitter else f'use --augmentation {plain}'}."
         )
-    (size, eval_size), ramp_given = sizes, options.progressive_size
+
+
+def _check_sizes(
+    size: ImageSize, eval_size: ImageSize, augmentation: Augmentation, ramp: SizeRamp | None, ramp_given: str
+) -> None:
+    """Raise UserError if the sizes of training and validation images, in pixels, are inconsistent."""
     smallest = ramp.low if ramp else min(sides(size))
     if ramp and isinstance(size, str):
         raise UserError(f"--progressive-size {ramp_given} is only for square images, not {size}: leave it out.")
@@ -414,17 +421,15 @@ def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: D
         )
 
 
-def _preparation_notes(
-    options: DataOptions, train: Source, preprocessing: Preprocessing, evaluation: Preprocessing, ramp: SizeRamp | None
-) -> Iterator[str]:
-    """Yield notes on how preprocessing differs from that of the starting weights, except for the user's choices.
-
-    Further notes are about sizes that differ between epochs, or between training and validation.
-    """
-    here, size, eval_size = Preparation.of_run(preprocessing), preprocessing.image_size, evaluation.image_size
+def _preparation_notes(options: DataOptions, preprocessing: Preprocessing, *, of_arrays: bool) -> Iterator[str]:
+    """Yield notes on how preprocessing differs from that of the starting weights, except for the user's choices."""
+    here = Preparation.of_run(preprocessing)
     for made in map(Preparation._make, options.made_for):
-        if text := differences(made, here, of_arrays=train.in_memory):
+        if text := differences(made, here, of_arrays=of_arrays):
             yield f"the starting weights were trained on images {text}"
+
+
+def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) -> Iterator[str]:
     if ramp:
         last = max(ramp.last, ramp.first + 1)
         yield f"training images have {ramp.low} pixels up to epoch {ramp.first + 1}, {size} from epoch {last + 1}"

@@ -63,13 +63,7 @@ def divided(images: Images, options: DataOptions) -> list[Images]:
     there = parts_there(images)
     if TRAIN not in there:
         raise UserError(f"{where} has no training images: add a folder or a split named train; {CLASSES_ANYWAY}.")
-    groups, parts = np.divmod(np.unique(images["group"].astype(np.int64) * len(PARTS) + part), len(PARTS))
-    for place in np.flatnonzero(groups[1:] == groups[:-1]):
-        if group := images.words["group"][groups[place]]:
-            raise UserError(
-                f"{where}: the group {shown(group)} is in {PARTS[parts[place]]} and in {PARTS[parts[place + 1]]}: put "
-                "the whole group into one, or leave out the column split."
-            )
+    _check_groups(images, where)
     if VAL not in there:
         rows = np.flatnonzero(part == 0)
         part = part.copy()
@@ -112,6 +106,17 @@ def _weighted(parts: list[Images], where: str) -> list[Images]:
     if not mean:
         raise UserError(f"{where}: all training images have weight 0.")
     return [replace(part, columns={**part.columns, "weight": part.columns["weight"] / mean}) for part in parts]
+
+
+def _check_groups(images: Images, where: str) -> None:
+    pairs = np.unique(images["group"].astype(np.int64) * len(PARTS) + images["part"])
+    groups, parts = np.divmod(pairs, len(PARTS))
+    for place in np.flatnonzero(groups[1:] == groups[:-1]):
+        if group := images.words["group"][groups[place]]:
+            raise UserError(
+                f"{where}: the group {shown(group)} is in {PARTS[parts[place]]} and in {PARTS[parts[place + 1]]}: put "
+                "the whole group into one, or leave out the column split."
+            )
 
 
 def _held_out(images: Images, rows: np.ndarray, options: DataOptions) -> np.ndarray:

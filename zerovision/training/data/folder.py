@@ -6,6 +6,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from zerovision.training.base.errors import UserError, either, nearest, ours, shown
@@ -55,18 +56,13 @@ class FolderListing:
             entries = entries_of(folder)
         except OSError as error:
             raise UserError(f"the folder {folder!r} cannot be listed: {error.strerror}.") from None
-        kept, broken = [], []
+        kept = []
         for entry in entries:
             if entry.name.startswith(".") or entry.name.casefold() in SYSTEM_NAMES:
                 self._system[entry.path] = entry.name
-                continue
-            kept.append(entry)
-            if entry.is_symlink():
-                try:
-                    entry.stat()
-                    self._links.add(entry.path)
-                except OSError:
-                    broken.append(entry.path)
+            else:
+                kept.append(entry)
+        broken = [entry.path for entry in kept if entry.is_symlink() and not self._exists(entry.path)]
         if broken:
             more = f" (and {len(broken) - 1} more in its folder)" if len(broken) > 1 else ""
             raise UserError(f"the symbolic link {broken[0]!r}{more} is broken: remove or repair it.")
@@ -127,6 +123,15 @@ class FolderListing:
             if entry.is_symlink() and any(Path(one).is_relative_to(real) for one in chain):
                 raise UserError(f"the symbolic link {entry.path!r} leads to a folder that contains it: remove it.")
             yield from self._files_below(entry.path, [*chain, real])
+
+    def _exists(self, link: str) -> bool:
+        """Return whether a link's target exists; if it does, count the link."""
+        try:
+            patiently(partial(os.stat, link), link)
+        except OSError:
+            return False
+        self._links.add(link)
+        return True
 
     def _is_image(self, name: str) -> bool:
         return os.path.splitext(name)[1].lower() in self._extensions

@@ -70,16 +70,7 @@ class FactColumns:
             if part.lower() not in IS_VALID:
                 raise ValueError(f"{column} is {shown(part)}; expected true or false")
             part = IS_VALID[part.lower()]
-        cell = texts.get("weight") or "1"
-        try:
-            weight = float(cell)
-        except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight):
-            raise ValueError(f"weight is {shown(cell)}; expected a number")
-        if weight < 0:
-            raise ValueError(f"weight is {weight:g}; expected 0 or more")
-        return Facts(part, texts.get("group", ""), weight if weight != 1 else 1.0)  # most rows share one object
+        return Facts(part, texts.get("group", ""), _weight(texts.get("weight") or "1"))
 
 
 def find_column(names: Sequence[str], wanted: str) -> str | None:
@@ -100,6 +91,19 @@ def unused_notes(names: Iterable[str]) -> list[str]:
     """Return a list with one note about the unused columns; [] if all columns are used."""
     listed = list(dict.fromkeys(names))
     return [f"columns that are not used: {first_names(listed, shown)}"] if listed else []
+
+
+def _weight(cell: str) -> float:
+    """Parse the weight in a cell; raise ValueError if it is invalid."""
+    try:
+        weight = float(cell)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise ValueError(f"weight is {shown(cell)}; expected a number")
+    if weight < 0:
+        raise ValueError(f"weight is {weight:g}; expected 0 or more")
+    return weight if weight != 1 else 1.0  # most rows share one object
 
 
 def _text(value: object) -> str:

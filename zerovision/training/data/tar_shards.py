@@ -114,8 +114,7 @@ class _Scan:
         dotted, example = 0, ""
         for key, group in itertools.groupby(_members(self._file, self._tar), key=lambda member: _key_of(member.name)):
             members = [*group]
-            # The rest of each name in lower case, such as ".jpg".
-            kinds = {"." + member.name.rpartition("/")[2].partition(".")[2].lower(): member for member in members}
+            kinds = {_kind_of(member.name): member for member in members}
             if key in keys or len(kinds) < len(members):
                 raise UserError(
                     f"'{self._file}': the key {shown(key)} occurs more than once: all files of a sample must have one "
@@ -200,6 +199,10 @@ def _members(file: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 def _key_of(name: str) -> str:
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
+
+
+def _kind_of(name: str) -> str:
+    return "." + name.rpartition("/")[2].partition(".")[2].lower()
 
 
 def _text(file: Path, tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:

@@ -216,7 +216,7 @@ class BackboneFreezer:
         self._module.train()
         for layer in self._module.modules() if only_head else self._frozen_norms:
             if isinstance(layer, BATCHNORMS):
-                layer.eval()
+                layer.eval()  # so that it uses its running statistics and does not update them
         if not only_head:
             for hook in self._hooks:
                 hook.remove()

@@ -223,6 +223,7 @@ def load(
         is_animated = getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES
         if notes is not None and is_animated:
             notes.append("several frames or pages: the first is used")
+        # the transparent color gets the bit depth that the pixels will have once they are loaded
         raw_mode = str(image.tile[0].args) if isinstance(image, PngImageFile) and image.tile else ""
         if raw_mode in _SCALED_TO_8_BITS and "transparency" in image.info:
             image.info["transparency"] = _SCALED_TO_8_BITS[raw_mode](image.info["transparency"])
@@ -251,20 +252,29 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
         Refused: If the scale of the pixels is unknown.
     """
     if is_deep_grey(image):
-        values, white = np.asarray(image), white_of(image)
-        low, high = values.min(), values.max()
-        if not (low >= 0 and high <= white):  # also true for NaN
-            raise Refused(f"pixels from {low:g} to {high:g}; only 0 to {white} has a known scale")
-        transparent = image.info.get("transparency")
-        is_inverted = _tag(image, _PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
-        image = Image.fromarray(np.rint((white - values if is_inverted else values) * (255 / white)).astype(np.uint8))
-        if transparent is not None:  # one of the levels
-            image.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+        image = _deep_grey(image)
     mode = CHANNEL_MODES[channels]
     if image.has_transparency_data and mode != "RGBA":
-        background = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(background, image.convert("RGBA")).convert("RGB")
+        layers = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), layers).convert("RGB")
     return image if image.mode == mode else image.convert(mode)
+
+
+def _deep_grey(image: Image.Image) -> Image.Image:
+    """Convert a gray image with more than 8 bits to mode L, or to LA if one of its levels is transparent.
+
+    Raises:
+        Refused: If the scale of the pixels is unknown.
+    """
+    values, white = np.asarray(image), white_of(image)
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= white):  # also true for NaN
+        raise Refused(f"pixels from {low:g} to {high:g}; only 0 to {white} has a known scale")
+    is_inverted = _tag(image, _PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
+    grey = Image.fromarray(np.rint((white - values if is_inverted else values) * (255 / white)).astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return grey
 
 
 def white_of(image: Image.Image) -> int:

@@ -253,7 +253,8 @@ class ModelInput:
     def read_picture(self, image: Image.Image) -> torch.Tensor:
         """Like `read`, but for an image opened with Pillow; its file is read unless the image is already decoded."""
         stream = getattr(image, "fp", None)
-        if stream is not None and getattr(image, "tile", None) and not image.tell():  # not decoded, first frame
+        # Pillow has read only the header, and is at the first frame
+        if stream is not None and getattr(image, "tile", None) and not image.tell():
             place = stream.tell()
             stream.seek(0)
             content = stream.read()
