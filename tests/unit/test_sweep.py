@@ -18,7 +18,7 @@ from tests.kit import wait_until
 from zerovision.delivery.report.page import MOST_RUNS
 from zerovision.extras import sweep as sweeps
 from zerovision.extras.settings import SweepSettings
-from zerovision.extras.sweep import best_trial, prepare, rows_of, write_page, write_table
+from zerovision.extras.sweep import prepare, rows_of, write_page, write_table
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import REPO_ROOT
 
@@ -69,7 +69,7 @@ def made(folder: Path, *varied: str, name: str = "rates", **values) -> SweepSett
 def best_of(running: sweeps.RunningSweep) -> str:
     """The flags of the best trial, which the first row of the table is of."""
     rows = rows_of(running)
-    best = best_trial(rows)
+    best = rows[0].compared[0]
     assert rows[0].values.items() <= best.values.items()
     return ",".join(best.values.values())
 
@@ -127,9 +127,9 @@ def test_rungs(tmp_path, trials, halving, rungs):
 def test_the_better_third_goes_on_and_a_failure_is_a_row(actor, jobs, monkeypatch):
     monkeypatch.setenv("RUNGS", "1 3")
     rates = [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.5, 0.08]
-    asked = made(actor, "learning-rate=" + ",".join(map(str, rates)), halving=3)
+    asked = made(actor, "learning-rate=" + ",".join(map(str, rates)), halving=3, jobs=jobs)
     running = prepare(asked)
-    yielded = [(trial.number, trial.epochs, trial.state) for trial in running.run(jobs)]
+    yielded = [(trial.number, trial.epochs, trial.state) for trial in running.run()]
     assert [number for number, *_ in yielded] == [*range(1, 10), 9, 7, 6, 9]  # each rung's in order of their scores
     assert [trial.epochs for trial in running.trials] == [*(1 if t not in (6, 7) else 3 for t in range(1, 8)), 0, 9]
     assert running.trials[7].state == "exit code 1: error: no such luck"
@@ -138,7 +138,7 @@ def test_the_better_third_goes_on_and_a_failure_is_a_row(actor, jobs, monkeypatc
     starts = (actor / "runs" / "rates-9" / "starts").read_text().split()
     assert starts == ["0", "1", "3"]  # each rung goes on where the last one ended
     again = prepare(asked)  # nothing but the failure is left to do
-    assert [(trial.number, trial.epochs, trial.state) for trial in again.run(jobs)][:9] == [
+    assert [(trial.number, trial.epochs, trial.state) for trial in again.run()][:9] == [
         (trial.number, trial.epochs, trial.state) for trial in running.trials
     ]
     assert (actor / "runs" / "rates-9" / "starts").read_text().split() == starts
@@ -147,7 +147,7 @@ def test_the_better_third_goes_on_and_a_failure_is_a_row(actor, jobs, monkeypatc
 def test_stopped_and_continued(actor):
     asked = made(actor, "learning-rate=" + ",".join(f"0.0{number}" for number in range(1, 9)))
     running = prepare(asked)
-    trials = running.run(1)
+    trials = running.run()
     next(trials)
     running.stop()
     states = [trial.state for trial in trials]
@@ -155,14 +155,14 @@ def test_stopped_and_continued(actor):
     assert states[-1] == "waiting"
     assert running.trials[0].state == "finished"
     again = prepare(asked)
-    assert [(trial.state, trial.epochs) for trial in again.run(1)] == [("finished", 9)] * 8
+    assert [(trial.state, trial.epochs) for trial in again.run()] == [("finished", 9)] * 8
 
 
 def test_a_stop_lets_the_trials_that_run_save(actor, monkeypatch):
     monkeypatch.setenv("RUNGS", "1")  # the trial waits for a signal
     running = prepare(made(actor, "learning-rate=0.01"))
     ended = []
-    training = threading.Thread(target=lambda: ended.extend(running.run(1)), daemon=True)
+    training = threading.Thread(target=lambda: ended.extend(running.run()), daemon=True)
     training.start()
     wait_until((actor / "runs" / "rates-1" / "metrics.jsonl").exists)
     running.stop()
@@ -196,12 +196,12 @@ def test_a_mistake_leaves_no_file(tmp_path):
         with pytest.raises(UserError, match=words):
             prepare(made(tmp_path, varied))
     with pytest.raises(UserError, match="lists no machines"):
-        next(prepare(made(tmp_path, "seed=0,1")).run(1, hostfile))
+        next(prepare(made(tmp_path, "seed=0,1", hostfile=str(hostfile))).run())
     assert list(tmp_path.iterdir()) == [hostfile]
 
 
 def test_another_line_under_the_name_and_runs_of_others_are_refused(actor, tmp_path):
-    next(prepare(made(tmp_path, "learning-rate=0.01,0.02")).run(1))
+    next(prepare(made(tmp_path, "learning-rate=0.01,0.02")).run())
     with pytest.raises(UserError, match="started with other arguments"):
         prepare(made(tmp_path, "learning-rate=0.01,0.03"))
     (tmp_path / "runs" / "other-1").mkdir(parents=True)
@@ -257,7 +257,7 @@ def test_without_a_score_there_is_no_page(tmp_path):
 
 def test_the_state_survives_what_is_no_state(actor):
     asked = made(actor, "learning-rate=0.01")
-    list(prepare(asked).run(1))
+    list(prepare(asked).run())
     state = actor / "sweeps" / "rates" / "001.json"
     assert json.loads(state.read_text())["epochs"] == 9
     state.write_text("{")
@@ -322,21 +322,21 @@ def test_machines_get_as_many_trials_as_slots_and_one_that_is_down_no_more(actor
     path = actor / "hostfile"
     path.write_text("node-1 slots=5\nnode-2 slots=2\n")
     words = ("basic_cnn", "ddp", "2", *WORDS[3:], f"--log-dir={actor}")
-    asked = made(actor, "learning-rate=0.01,0.02,0.03,0.04", words=words)
-    assert [(place.host, place.variables["CUDA_VISIBLE_DEVICES"]) for place in sweeps._places_on(2, path)] == [
+    asked = made(actor, "learning-rate=0.01,0.02,0.03,0.04", words=words, hostfile=str(path))
+    assert [(place.host, place.variables["CUDA_VISIBLE_DEVICES"]) for place in sweeps._places(2, asked)] == [
         ("node-1", "0,1"),
         ("node-1", "2,3"),
         ("node-2", "0,1"),
     ]
-    assert [trial.state for trial in prepare(asked).run(1, path)] == ["finished"] * 4
+    assert [trial.state for trial in prepare(asked).run()] == ["finished"] * 4
     assert capfd.readouterr().err.count("node-2: exit code 69: ssh: no route") == 1
     assert "launch_multi_node.sh basic_cnn ddp 1 2 32 9" in (actor / "runs" / "rates-1" / "line").read_text()
     path.write_text("node-2 slots=2\n")
     asked = dataclasses.replace(asked, name="lost")
-    assert [trial.state for trial in prepare(asked).run(1, path)] == ["exit code 69: no machine is left"] * 4
+    assert [trial.state for trial in prepare(asked).run()] == ["exit code 69: no machine is left"] * 4
     path.write_text("node-1 slots=1\n")
     with pytest.raises(UserError, match="2 GPUs per node requested, but node-1 has slots=1"):
-        next(prepare(asked).run(1, path))
+        next(prepare(asked).run())
 
 
 @pytest.mark.slow
@@ -345,7 +345,7 @@ def test_the_best_trial_is_the_run_that_its_command_trains(tmp_path):
     words = ("basic_cnn", "ddp", "2", "32", "3", f"--log-dir={tmp_path}", "--report=false", "--tensorboard=false")
     running = prepare(made(tmp_path, "learning-rate=0.001,0.01", words=words, halving=2))
     assert running.rungs() == [2, 3]
-    list(running.run(1))
+    list(running.run())
     (best,) = (trial for trial in running.trials if trial.values["learning-rate"] == best_of(running))
     assert sorted(trial.epochs for trial in running.trials) == [2, 3]
     assert best.epochs == 3

@@ -20,12 +20,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerovision.extras.settings import SweepSettings
 from zerovision.launch.arguments import check_training, read_arguments, with_flags
@@ -45,14 +45,11 @@ from zerovision.training.world.signals import handling_stop_signals
 LAUNCHER = LAUNCH / "launch.py"
 SCRIPT, MULTI_NODE = "launch_distributed.sh", "launch_multi_node.sh"
 MOST_TRIALS = 1000
-POLL_SECONDS = 0.2
-PLACES = 3  # significant digits of a drawn number
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 _RANGE = re.compile(rf"(.*:)?{_NUMBER}\.\.{_NUMBER}(:log)?")
 LINE = "sweep.json"
-OF_LINE = ("name", "words", "vary", "trials", "halving", "seed")  # fields that identify a sweep
 KEPT = ("epochs", "score", "state", "seconds")  # fields of a trial that are saved for the next start
 FAILED = "exit code"  # start of a failed trial's state
 REPEATS = ("seed", "split-seed", "folds")  # flags whose values are averaged over, not compared
@@ -88,8 +85,7 @@ class SweepTrial:
         return [f"--{flag}={value}" for flag, value in self.values.items()]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """GPUs or cores of a machine that train one trial after another.
 
     Attributes:
@@ -123,22 +119,21 @@ class RunningSweep:
     _is_stopped: bool = False
     _places: list[Place] = field(default_factory=list)
 
-    def run(self, jobs: int, hostfile: Path | None = None) -> Iterator[SweepTrial]:
+    def run(self) -> Iterator[SweepTrial]:
         """Train the remaining trials, and yield each trial when it reaches a rung.
 
-        Args:
-            jobs: number of trials to train concurrently on this machine.
-            hostfile: file that lists machines to train on instead, each with as many concurrent trials as its slots
-                allow.
-
         Raises:
-            UserError: if there are too few GPUs for the concurrent trials.
+            UserError: see `_places`; also if the sweep's folder cannot be written.
         """
-        found = _places_on(self.ranks, hostfile) if hostfile else _places(self.ranks, jobs)
+        found = _places(self.ranks, self.sweep)
         self._places, places = [*found], SimpleQueue[Place | None]()
         for place in found:
             places.put(place)
-        _keep_line(self.folder, self.sweep)
+        with errors_of_writing(self.folder):  # only now, so that a mistake does not use up the sweep's name
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / LINE).exists():
+                with replacing(self.folder / LINE) as temporary:
+                    write_json(temporary, _line_of(self.sweep))
         going = list(self.trials)
         for until in self.rungs():
             with ThreadPoolExecutor(len(found)) as pool:
@@ -211,7 +206,8 @@ class RunningSweep:
         else:
             places.put(None)
             trial.state = f"{FAILED} {NO_NODES_CODE}: no machine is left"
-        _save(self.folder, trial)
+        with replacing(_state_file(self.folder, trial)) as temporary:
+            write_json(temporary, {name: getattr(trial, name) for name in ("values", "run_name", *KEPT)})
         return trial
 
     def _start(self, trial: SweepTrial, until: int, place: Place) -> int:
@@ -233,7 +229,7 @@ class RunningSweep:
             if not is_asked and (self._is_stopped or (until < self.epochs and len(epochs.look()) >= until)):
                 process.send_signal(signal.SIGTERM)  # the checkpoint keeps steps past the epoch
                 is_asked = True
-            time.sleep(POLL_SECONDS)
+            time.sleep(0.2)
         trial.seconds += time.monotonic() - start
         trial.epochs, trial.score = _progress(trial.folder)
         if process.returncode == DIVERGED_EXIT_CODE:
@@ -243,7 +239,9 @@ class RunningSweep:
         elif is_asked or self._is_stopped:
             trial.state = "paused"
         else:
-            trial.state = f"{FAILED} {process.returncode}: {_last_error(output)}"
+            lines = output.read_text(errors="replace").splitlines()
+            errors = [line for line in lines if "error" in line.lower()] or lines or ["no output"]
+            trial.state = f"{FAILED} {process.returncode}: {one_line(errors[-1])[:200]}"
         return process.returncode
 
 
@@ -296,16 +294,8 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
 
 def _line_of(sweep: SweepSettings) -> dict[str, Any]:
     """Return what identifies the sweep, as JSON."""
-    return json.loads(json.dumps({name: getattr(sweep, name) for name in OF_LINE}))
-
-
-def _keep_line(folder: Path, sweep: SweepSettings) -> None:
-    """Bind the sweep's name to its command line; called last, so that a mistake does not use up the name."""
-    with errors_of_writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / LINE).exists():
-            with replacing(folder / LINE) as temporary:
-                write_json(temporary, _line_of(sweep))
+    names = ("name", "words", "vary", "trials", "halving", "seed")
+    return json.loads(json.dumps({name: getattr(sweep, name) for name in names}))
 
 
 def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
@@ -344,18 +334,24 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
         if is_whole and not is_log:
             return f"{before}{draws.randint(int(low), int(high))}"
         value = math.exp(draws.uniform(math.log(low), math.log(high))) if is_log else draws.uniform(low, high)
-        return before + (str(round(value)) if is_whole else f"{value:.{PLACES}g}")
+        return before + (str(round(value)) if is_whole else f"{value:.3g}")
 
     return draw
 
 
-def _places(ranks: int, jobs: int) -> list[Place]:
-    """Return places for `jobs` concurrent trials on this machine, each with `ranks` ranks.
+def _places(ranks: int, sweep: SweepSettings) -> list[Place]:
+    """Return places with `ranks` ranks: `jobs` on this machine, or as many as the slots in the hostfile allow.
 
     Raises:
-        UserError: if there are too few GPUs.
+        UserError: if there are too few GPUs, or for an invalid hostfile or a machine with too few slots for a trial.
     """
-    gpus = usable_gpus()
+    if sweep.hostfile:
+        return [
+            _on_gpus(range(job * ranks, (job + 1) * ranks), host)
+            for host, count in read_hostfile(Path(sweep.hostfile), nodes=0, slots=ranks).items()
+            for job in range(count // ranks)
+        ]
+    gpus, jobs = usable_gpus(), sweep.jobs
     if gpus and ranks * jobs > len(gpus):
         raise UserError(
             f"--jobs {jobs}: {jobs} trials of {plural(ranks, 'GPU')} need {ranks * jobs}, but {len(gpus)} are present: "
@@ -365,19 +361,6 @@ def _places(ranks: int, jobs: int) -> list[Place]:
     return [
         _on_gpus(gpus[job * ranks : (job + 1) * ranks]) if gpus else Place({"OMP_NUM_THREADS": threads})
         for job in range(jobs)
-    ]
-
-
-def _places_on(ranks: int, hostfile: Path) -> list[Place]:
-    """Return as many places on each machine as its slots allow, each with `ranks` ranks.
-
-    Raises:
-        UserError: for an invalid hostfile, or a machine with too few slots for a trial.
-    """
-    return [
-        _on_gpus(range(job * ranks, (job + 1) * ranks), host)
-        for host, count in read_hostfile(hostfile, nodes=0, slots=ranks).items()
-        for job in range(count // ranks)
     ]
 
 
@@ -409,23 +392,11 @@ def _progress(folder: Path, until: float = math.inf) -> tuple[int, float | None]
     return max((line["epoch"] for line in epochs), default=0), score_in(best)[1] if best else None
 
 
-def _last_error(output: Path) -> str:
-    lines = output.read_text(errors="replace").splitlines()
-    errors = [line for line in lines if "error" in line.lower()] or lines or ["no output"]
-    return one_line(errors[-1])[:200]
-
-
 def _state_file(folder: Path, trial: SweepTrial) -> Path:
     return folder / f"{trial.number:03}.json"
 
 
-def _save(folder: Path, trial: SweepTrial) -> None:
-    with replacing(_state_file(folder, trial)) as temporary:
-        write_json(temporary, {name: getattr(trial, name) for name in ("values", "run_name", *KEPT)})
-
-
-@dataclass(frozen=True)
-class Combination:
+class Combination(NamedTuple):
     """All trials that differ only in `REPEATS`.
 
     Attributes:
@@ -454,38 +425,28 @@ def rows_of(running: RunningSweep) -> list[Combination]:
     for one in running.trials:
         key = tuple((flag, value) for flag, value in one.values.items() if flag not in REPEATS)
         groups.setdefault(key, []).append(one)
-    rungs = running.rungs_reached()
-    rows = [_combination(dict(key), group, rungs, running.best_by) for key, group in groups.items()]
+    rungs, rows = running.rungs_reached(), []
+    for key, group in groups.items():
+        rung = max((rungs[one.number] for one in group if one.score is not None), default=-1)
+        there = [one for one in group if rungs[one.number] == rung]
+        merits = {one.number: merit(running.best_by, one.score) for one in there}
+        compared = sorted((one for one in there if one.score is not None), key=lambda one: -merits[one.number])
+        # A trial without a usable score makes the mean infinitely bad.
+        mean = statistics.fmean(merits.values()) if there else -math.inf
+        rows.append(Combination(dict(key), compared, (rung, mean)))
     return sorted(rows, key=lambda row: row.rank, reverse=True)
-
-
-def best_trial(rows: Sequence[Combination]) -> SweepTrial | None:
-    """Return the best trial of the best combination; None if no trial has a score."""
-    return next((one for row in rows[:1] for one in row.compared), None)
-
-
-def _combination(
-    values: dict[str, str], group: Sequence[SweepTrial], rungs: Mapping[int, int], best_by: str
-) -> Combination:
-    rung = max((rungs[one.number] for one in group if one.score is not None), default=-1)
-    there = [one for one in group if rungs[one.number] == rung]
-    compared = sorted((one for one in there if one.score is not None), key=lambda one: -merit(best_by, one.score))
-    # A trial without a usable score makes the mean infinitely bad.
-    mean = statistics.fmean(merit(best_by, one.score) for one in there) if there else -math.inf
-    return Combination(values, compared, (rung, mean))
 
 
 def write_table(running: RunningSweep) -> Path:
     """Write sweep.csv, with one line per trial, into the sweep's folder, and return its path."""
-
-    def cells(one: SweepTrial) -> list[str | float]:
-        score = "" if one.score is None else one.score
-        return [one.run_name, *one.values.values(), one.epochs, score, one.state, round(one.seconds, 1)]
-
     file = running.folder / "sweep.csv"
     header = ["run", *running.trials[0].values, "epochs", running.best_by, "state", "seconds"]
+    rows = (
+        [one.run_name, *one.values.values(), one.epochs, one.score, one.state, round(one.seconds, 1)]
+        for one in running.trials
+    )
     with replacing(file) as temporary:
-        write_csv(temporary, header, map(cells, running.trials))
+        write_csv(temporary, header, rows)
     return file
 
 
@@ -513,7 +474,7 @@ def run(given: SweepSettings) -> int:
         running.stop()
 
     with handling_stop_signals(stop):
-        for trial in running.run(given.jobs, Path(given.hostfile) if given.hostfile else None):
+        for trial in running.run():
             score = (
                 "no epoch"
                 if trial.score is None
@@ -521,7 +482,7 @@ def run(given: SweepSettings) -> int:
             )
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
     rows = rows_of(running)
-    best = best_trial(rows)
+    best = next(iter(rows[0].compared), None)  # None if no trial has a score
     command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, given.words, best.flags)]) if best else ""
     table = write_table(running)
     for row in rows:
