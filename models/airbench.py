@@ -13,8 +13,6 @@ from timm.models import build_model_with_cfg, register_model
 from torch import nn
 
 STEM_SIZE = 2  # pixels
-STEM_FILTERS = 24  # twice the number of values in a patch of 3 channels: whitening fills filters in pairs
-LOGIT_SCALE = 1 / 9
 
 
 class Airbench(nn.Module):
@@ -23,11 +21,14 @@ class Airbench(nn.Module):
     def __init__(self, num_classes: int, in_chans: int, widths: tuple[int, int, int]) -> None:
         """Create the layers; `widths` are the numbers of channels of the three blocks."""
         super().__init__()
-        channels = min(STEM_FILTERS, 2 * in_chans * STEM_SIZE**2)
+        # Twice the number of values in a patch of up to 3 channels, because whitening fills filters in pairs.
+        channels = min(24, 2 * in_chans * STEM_SIZE**2)
         self.stem = nn.Conv2d(in_chans, channels, STEM_SIZE)
         self.blocks = nn.Sequential()
         for width in widths:
-            self.blocks.append(_block(channels, width))
+            first = (_convolution(channels, width), nn.MaxPool2d(2), nn.BatchNorm2d(width), nn.GELU())
+            second = (_convolution(width, width), nn.BatchNorm2d(width), nn.GELU())
+            self.blocks.append(nn.Sequential(*first, *second))
             channels = width
         self.head = nn.Linear(channels, num_classes, bias=False)
 
@@ -38,14 +39,7 @@ class Airbench(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images `[B, C, H, W]` to logits `[B, num_classes]`."""
         features = self.blocks(nn.functional.gelu(self.stem(images))).amax(dim=(2, 3))
-        return self.head(features) * LOGIT_SCALE
-
-
-def _block(in_channels: int, width: int) -> nn.Sequential:
-    first, second = _convolution(in_channels, width), _convolution(width, width)
-    return nn.Sequential(
-        first, nn.MaxPool2d(2), nn.BatchNorm2d(width), nn.GELU(), second, nn.BatchNorm2d(width), nn.GELU()
-    )
+        return self.head(features) * (1 / 9)
 
 
 def _convolution(in_channels: int, width: int) -> nn.Conv2d:

@@ -140,7 +140,10 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
                 tensors, facts = {key: reader.get_tensor(key) for key in reader.keys()}, read_facts(reader)  # noqa: SIM118
             found: tuple[StateDict, list[str]] | None = (tensors, [])
         else:
-            found, facts = find_state_dict(_unpickled(path)), {}
+            # timm and torchvision store their arguments in a Namespace, which has no code that a pickle could misuse.
+            with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            found, facts = find_state_dict(content), {}
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL (\S+)", str(error))
         cause = f"asks for {asked[1]}; a" if asked else "a"
@@ -160,16 +163,6 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
         tensors, prefix_notes = without_prefix(path, tensors, names)
         notes += prefix_notes
     return tensors, facts, notes
-
-
-def _unpickled(path: str) -> object:
-    """Return the content of a `torch.save` file, if it consists of tensors and plain values.
-
-    timm and torchvision store their arguments in an `argparse.Namespace`, which has no code that a pickle could misuse.
-    """
-    with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-        warnings.simplefilter("ignore")  # about pickles that are then refused
-        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> None:
