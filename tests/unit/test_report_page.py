@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import time
 
 import numpy as np
 import pytest
@@ -209,7 +210,7 @@ def test_a_full_disk_leaves_the_page_as_it_was(tmp_path, small_disk):
     assert os.listdir(small_disk) == ["page.html"]
 
 
-def test_watching_ends_with_the_run(tmp_path):
+def test_watching_ends_with_the_run(tmp_path, monkeypatch):
     run, output = make_run(tmp_path / "run", None), tmp_path / "page.html"
     waiting = [[{**line, "time": 4e9} for line in lines] for lines in (RESTARTED[:5], RESTARTED[5:])]
     polls = []
@@ -220,7 +221,8 @@ def test_watching_ends_with_the_run(tmp_path):
             with (run / "metrics.jsonl").open("a") as stream:
                 stream.writelines(json.dumps(line) + "\n" for line in waiting.pop(0))
 
-    watch([run], output, print, sleep=append_lines)
+    monkeypatch.setattr(time, "sleep", append_lines)
+    watch([run], output)
     assert polls[:2] == [True, True]
     assert not any(polls[2:])
     assert len(polls) == 5
@@ -229,13 +231,14 @@ def test_watching_ends_with_the_run(tmp_path):
     assert 'http-equiv="refresh"' not in text
 
 
-def test_watching_ends_with_ctrl_c(tmp_path):
+def test_watching_ends_with_ctrl_c(tmp_path, monkeypatch):
     lines = [{**line, "time": 4e9} for line in RESTARTED[:5]]
 
     def press(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    watch([make_run(tmp_path / "run", lines)], tmp_path / "page.html", print, sleep=press)
+    monkeypatch.setattr(time, "sleep", press)
+    watch([make_run(tmp_path / "run", lines)], tmp_path / "page.html")
     assert 'http-equiv="refresh"' not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 

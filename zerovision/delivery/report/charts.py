@@ -14,10 +14,7 @@ from zerovision.delivery.report.run_files import CPUS, CURVES, SYSTEM, History
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, merit, score_in
 
 Chart = dict[str, Any]  # the result of `draw`
-POINTS_PER_CHART = 1600  # over all lines; each point takes about 25 bytes on the page
 VIEW = 1000  # side of the SVG's coordinate system, which is stretched to the chart's size
-MOST_DOTS = 60
-TABLE_ROWS = 32
 LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value
 LABEL_GAP = 8.0  # percent of the chart's height between two labels at its right edge
 
@@ -105,7 +102,7 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
     Returns:
         The values for the template, and `data` for report.js; None if no line has a finite point.
     """
-    columns = max(POINTS_PER_CHART // (2 * max(len(lines), 1)), 16)
+    columns = max(1600 // (2 * max(len(lines), 1)), 16)  # 1600 points of about 25 bytes, over all lines
     lines = [thin(line, columns) for line in lines if np.isfinite(line.y).any()]
     if not lines:
         return None
@@ -189,7 +186,7 @@ def _drawn(line: Line, x_axis: Axis, y_axis: Axis, write: Callable[[float], str]
     points = [f"{_coordinate(x)} {_coordinate(y)}" for x, y in zip(across, down, strict=True)]
     follows = np.append(False, finite[:-1])[finite]  # whether the previous point is also finite
     path = "".join(f"{'L' if draws else 'M'}{point}" for point, draws in zip(points, follows, strict=True))
-    has_dots = len(finite) == 1 or (len(finite) <= MOST_DOTS and not line.is_faint)
+    has_dots = len(finite) == 1 or (len(finite) <= 60 and not line.is_faint)
     return line._asdict() | {
         # A screen cannot show more than five digits; JSON has no NaN.
         "x": [float(f"{x:.5g}") for x in line.x],
@@ -217,7 +214,7 @@ def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str,
     """
     candidates = sorted((np.unique(line.x) for line in lines), key=len)
     places = next((found for found in candidates if len(found) > 2), candidates[0])
-    chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), TABLE_ROWS)).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), 32)).round().astype(int))
     rows = [[number(place) if place % 1 else plain(place)] for place in places[chosen].tolist()]
     for line in lines:
         values = np.append(math.nan, line.y)[np.searchsorted(line.x, places[chosen], side="right")]
@@ -242,7 +239,6 @@ OVERLAID = {
     "gradient_norm": "Gradient norm",
 }
 FROM_ZERO = ("learning_rate", "images_per_second")
-SHARES = ("val_top1", "train_top1", "val_top5")
 
 
 def single_run_charts(history: History) -> list[Chart]:
@@ -314,7 +310,7 @@ def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[
             _line(history, key, name, run % STYLES + 1, f"run{run}")
             for run, (history, name) in enumerate(zip(histories, names, strict=True))
         ]
-        charts.append(draw(key, title, lines, Frame(from_zero=key in FROM_ZERO, is_percent=key in SHARES)))
+        charts.append(draw(key, title, lines, Frame(from_zero=key in FROM_ZERO, is_percent="_top" in key)))
     return [chart for chart in charts if chart is not None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,16 +33,10 @@ from zerovision.training.base.run_folder import (
     WORST,
 )
 
-RELOAD_SECONDS = 4
 MOST_RUNS = STYLES  # so that no two lines look the same
-MOST_RUNS_WITH_MATRIX = 4
-IMAGES_OF_ALL_RUNS = 32  # sample images of each kind
-POLL_SECONDS = 2.0
-LARGEST_SHARE_OF_TIME = 0.1  # of the time may be spent on writing, because training needs the processor
 # A run writes its evaluation after its last log line, so the page is rewritten until the files stop changing.
 POLLS_AFTER_THE_END = 3
 POLLS_WITHOUT_CHANGE = 30  # then the page is rewritten, because the run may have crashed
-SIGNIFICANT = 0.05  # p-value below which two runs are reported to differ
 
 
 def run(settings: ReportSettings) -> int:
@@ -51,7 +45,7 @@ def run(settings: ReportSettings) -> int:
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     output = Path(os.path.expanduser(settings.output)) if settings.output else default
     if settings.watch:
-        watch(folders, output, print)
+        watch(folders, output)
     else:
         write_report(folders, output)
     for sentence in compare(folders):
@@ -90,20 +84,12 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
     return is_running
 
 
-def watch(
-    folders: Sequence[Path],
-    output: Path,
-    log: Callable[[str], None],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
+def watch(folders: Sequence[Path], output: Path) -> None:
     """Write the page now and whenever the runs' files change, until all runs end or Ctrl-C is pressed.
 
     Args:
         folders: the runs' folders.
         output: the HTML file.
-        log: function that prints a line for the user.
-        sleep: function that waits for a number of seconds between two polls of the files.
 
     Raises:
         UserError: see `write_report`.
@@ -113,10 +99,11 @@ def watch(
     if not is_running:
         return
     writing_seconds = time.perf_counter() - start
-    log(f"watching (Ctrl-C to stop): open {output}")
+    print(f"watching (Ctrl-C to stop): open {output}")
     try:
         while is_running or unchanged < POLLS_AFTER_THE_END:
-            sleep(max(POLL_SECONDS, writing_seconds / LARGEST_SHARE_OF_TIME))
+            # At most a tenth of the time may be spent on writing, because training needs the processor.
+            time.sleep(max(2.0, 10 * writing_seconds))
             now = _signature(folders)
             seen, unchanged = now, unchanged + 1 if now == seen else 0
             if unchanged % POLLS_WITHOUT_CHANGE == 0:
@@ -149,7 +136,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
     shown |= {"history": history, "settings": run_facts.settings(run), "evaluation": None}
     with _damage_named(folder / LEARNING_RATE):
         shown["rate_search"] = rate_search_chart(run.rate_search)
-    most = min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)
+    most = min(MOST_IMAGES, 32 // runs)  # sample images of each kind, so that a page of many runs stays small
     with _damage_named(folder / EVALUATION / SCORES):
         shown["figures"] = [*run_facts.key_figures(run)]
         if run.scores is not None:
@@ -158,7 +145,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
                 "calibration": calibration_chart(f"calibration-{key}", run.scores),
                 "confusion": None
                 if "task" in run.scores  # several labels per image: no confusion matrix
-                else confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
+                else confusion(run.scores, with_matrix=runs <= 4),
                 "images": sample_images(run, WORST, most),
                 "typical": sample_images(run, TYPICAL, most),
             }
@@ -188,7 +175,7 @@ def _render(runs: Sequence[dict[str, Any]], comparisons: Sequence[str], *, is_li
     charts = single_run_charts(histories[0]) if is_single else overlaid_charts(histories, names)
     charts += [runs[0]["rate_search"]] if is_single and runs[0]["rate_search"] else []
     calibrations = [run["evaluation"]["calibration"] for run in runs if run["evaluation"]]
-    reload_seconds = RELOAD_SECONDS if is_live else 0
+    reload_seconds = 4 if is_live else 0
     return pages.render(
         pages.TEMPLATE / "report.html",
         pages.TEMPLATE / "report.js",
@@ -255,7 +242,7 @@ def _compare(name: str, judged: Judged | None, other_name: str, other: Judged | 
     if (judged.images, len(judged.right)) != (other.images, len(other.right)):
         return f"{pair} are not compared: they were evaluated on different images."
     alone, other_alone, chance = mcnemar(judged.right, other.right)
-    verdict = "differ" if chance < SIGNIFICANT else "do not differ significantly"
+    verdict = "differ" if chance < 0.05 else "do not differ significantly"
     return (
         f"{pair} {verdict}: of {plural(len(judged.right), 'image')}, {name} alone is right on {alone} and {other_name} "
         f"alone on {other_alone} (McNemar's exact test, p = {number(chance, 2)})."

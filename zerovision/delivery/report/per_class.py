@@ -17,14 +17,8 @@ from zerovision.training.base.run_folder import EVALUATION, WHY, WORST
 from zerovision.training.data.reading.files import ImageError, read_file
 
 MOST_CLASSES_LISTED = 200
-CLASSES_LISTED_OF_MANY = 100
-LARGEST_MATRIX = 40  # classes
-MOST_PAIRS = 20
 SHADES = 10
 MOST_IMAGES = 24
-LARGEST_PNG_BYTES = 6_000  # larger files are converted to JPEG
-IMAGE_PIXELS = 128
-JPEG_QUALITY = 80
 
 
 def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +31,7 @@ def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("support", "predicted", "precision", "recall", "f1")
     rows = [(clip(str(one["name"])), *(one[key] for key in keys)) for one in scores["classes"]]
     many = len(rows) > MOST_CLASSES_LISTED
-    shown = sorted(rows, key=lambda row: row[-1])[:CLASSES_LISTED_OF_MANY] if many else rows
+    shown = sorted(rows, key=lambda row: row[-1])[:100] if many else rows
     averages = [
         (name, *(float(scores[average][key]) for key in keys[2:]))
         for average, name in (("macro", "mean of the classes"), ("weighted", "mean, weighted by images"))
@@ -60,10 +54,10 @@ def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> dict[st
     mistakes.sort(key=lambda mistake: -mistake[-1])
     pairs = [
         (names[label], names[prediction], samples, percent(samples / support[label]))
-        for label, prediction, samples in mistakes[:MOST_PAIRS]
+        for label, prediction, samples in mistakes[:20]
     ]
     matrix = []
-    if with_matrix and len(names) <= LARGEST_MATRIX:
+    if with_matrix and len(names) <= 40:
         for label, total in enumerate(support):
             row = [cells.get((label, prediction), 0) for prediction in range(len(names))]
             matrix.append([(samples, samples and max(1, round(SHADES * samples / total))) for samples in row])
@@ -124,11 +118,11 @@ def _data_uri(path: Path) -> str:
     try:
         content = read_file(path)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-            if len(content) <= LARGEST_PNG_BYTES:
+            if len(content) <= 6_000:
                 image.verify()
                 return data_uri(content, "png")
             small = image.convert("RGB")
-            small.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS))
-            return data_uri(small, "jpeg", quality=JPEG_QUALITY)
+            small.thumbnail((128, 128))
+            return data_uri(small, "jpeg", quality=80)
     except (OSError, ImageError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""

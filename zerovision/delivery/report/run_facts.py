@@ -35,7 +35,6 @@ SPANS = {
 MEANINGS = SPANS | {"restarting": "from the last logged line to the restart"}
 MOST_RANKS = 64
 RANKS_SHOWN_OF_MANY = 8
-MOST_ROWS = 40
 LONGEST_TEXT = 200
 LANES = {
     "resume": "restarts",
@@ -45,7 +44,6 @@ LANES = {
     "diverged": "diverged",
     "checkpoint": "checkpoints",
 }
-MOST_MARKS = 200  # of one kind on the timeline
 
 
 class Status(NamedTuple):
@@ -360,14 +358,14 @@ def find_incidents(history: History) -> dict[str, Any]:
     start = history.first_time or 0.0
     rows = [
         (f"+{format_duration(max(float(line['time']) - start, 0.0))}", int(line["step"]), *_describe(line))
-        for line in history.events[:MOST_ROWS]
+        for line in history.events[:40]
     ]
     last = max([history.last_step, 1, *(int(line["step"]) for line in history.events)])
     lanes = []
     for kind, name in LANES.items():
         lines = [line for line in (*history.events, *history.checkpoints) if line["kind"] == kind]
         if lines:
-            every = math.ceil(len(lines) / MOST_MARKS)
+            every = math.ceil(len(lines) / 200)
             lanes.append((name, [round(100 * int(line["step"]) / last, 2) for line in lines[::every]]))
     left_out = len(history.events) - len(rows)
     return {"summary": _summarize(history), "rows": rows, "left_out": left_out, "lanes": lanes}
