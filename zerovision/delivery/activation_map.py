@@ -150,7 +150,7 @@ def _last_features(network: nn.Module) -> Iterator[list[torch.Tensor]]:
     tokens: list[torch.Tensor] = []
 
     def keep_map(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.ndim == 4 and min(_spatial(network, output)) > 1:
+        if isinstance(output, torch.Tensor) and output.ndim == 4 and min(_as_map(network, output).shape[2:]) > 1:
             found.append(output)
 
     def keep_tokens(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -165,11 +165,6 @@ def _last_features(network: nn.Module) -> Iterator[list[torch.Tensor]]:
             hooks.enter_context(blocks[-1].register_forward_pre_hook(keep_tokens))
         hooks.enter_context(network.register_forward_hook(lambda *_: found.extend(tokens)))
         yield found
-
-
-def _spatial(network: nn.Module, features: torch.Tensor) -> torch.Size:
-    is_channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
-    return features.shape[1:3] if is_channels_last else features.shape[2:]
 
 
 def _as_map(network: nn.Module, features: torch.Tensor) -> torch.Tensor:

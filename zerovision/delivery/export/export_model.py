@@ -9,7 +9,6 @@ import pkgutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -160,20 +159,14 @@ def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
     data = load_evaluation_data(metadata, model.config(), settings, run_data(model))
     check = load_check_images(data, module, settings)
     calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
-    origin = _describe_origin(model, metadata, settings.precision)
-    return ExportJob(settings, module, metadata, origin, check, calibration)
-
-
-def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Describe the origin of an exported file, without paths on this machine."""
-    extra = metadata["extra"]
-    return {
+    origin = {  # without paths on this machine
         "model": metadata["description"].model_type,
         "run": model.run.resolve().name if model.run else None,
         "weights": model.weights.name,
         "weights_sha256": sha256_of(model.weights),
-        "precision": precision,
-        "epoch": extra.get("epoch"),
-        "top1": extra.get("top1"),
+        "precision": settings.precision,
+        "epoch": metadata["extra"].get("epoch"),
+        "top1": metadata["extra"].get("top1"),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "timm")},
     }
+    return ExportJob(settings, module, metadata, origin, check, calibration)

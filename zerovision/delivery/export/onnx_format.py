@@ -27,13 +27,9 @@ from zerovision.training.base.units import format_bytes
 
 MAX_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB, and the graph needs a part of that
 FOLD_BYTES = 2**31  # fold constants of any size
-ERRORS_ONLY = 3  # onnxruntime's log levels: 2 warnings, 3 errors
-
-
 STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # quantized if the second operand is a constant
 # Operators that pass 8-bit values on unchanged; they are quantized only after a quantized layer.
 PASSING_OPERATORS = ("Relu", "Clip", "MaxPool", "Reshape", "Transpose", "Flatten")
-CALIBRATION_BATCH = 32
 
 
 def write_onnx(job: ExportJob, path: Path) -> Path | None:
@@ -51,7 +47,11 @@ def write_onnx(job: ExportJob, path: Path) -> Path | None:
         fp32 = path.with_name("fp32.onnx")
         fp32.write_bytes(model.SerializeToString())
         model = quantize(model, job.calibration, fp32)
-    _describe(model, job)
+    use = job.use()
+    facts = {"class_names": use.pop("class_names"), "preprocessing": use, "origin": job.origin}
+    helper.set_model_props(model, {key: json.dumps(value) for key, value in facts.items()})
+    model.producer_name = "zerovision"
+    model.producer_version = ""
     path.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
     return fp32
@@ -65,7 +65,7 @@ def open_onnx(path: Path, threads: int) -> Forward:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = ERRORS_ONLY
+    options.log_severity_level = 3  # errors, without warnings
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(images: torch.Tensor) -> torch.Tensor:
@@ -100,27 +100,13 @@ def export_graph(job: ExportJob) -> ModelProto:
     assert program is not None  # without a file name, the exporter returns the program
     # Nodes in the graph assemble an LSTM's weights from PyTorch's; folding turns the weights into constants again.
     model = optimizer.optimize(program.model_proto, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES)
-    _strip(model)
-    return model
-
-
-def _describe(model: ModelProto, job: ExportJob) -> None:
-    """Write class names, preprocessing and origin into the file's metadata as JSON strings."""
-    use = job.use()
-    class_names = use.pop("class_names")
-    facts = {"class_names": class_names, "preprocessing": use, "origin": job.origin}
-    helper.set_model_props(model, {key: json.dumps(value) for key, value in facts.items()})
-    model.producer_name = "zerovision"
-    model.producer_version = ""
-
-
-def _strip(model: ModelProto) -> None:
-    """Remove the exporter's notes about each node, such as stack traces with paths on this machine."""
     graph = model.graph
+    # The exporter notes where each node comes from, such as in stack traces with paths on this machine.
     for entry in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
         del entry.metadata_props[:]
         if hasattr(entry, "doc_string"):
             entry.ClearField("doc_string")
+    return model
 
 
 def _store_in_bf16(model: ModelProto) -> None:
@@ -187,7 +173,7 @@ class _CalibrationBatches(CalibrationDataReader):
     """Supplies images in batches to onnxruntime's calibration."""
 
     def __init__(self, images: torch.Tensor) -> None:
-        self._batches = images.split(CALIBRATION_BATCH)
+        self._batches = images.split(32)
         self.set_range(0, len(self._batches))
 
     def __len__(self) -> int:
