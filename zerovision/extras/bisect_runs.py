@@ -18,8 +18,7 @@ from zerovision.training.observe.step_hashes import HASHES, OF_LEAF
 
 OF_NO_ACCOUNT = (
     *("run_name", "log_dir", "resume", "progress", "tensorboard", "report", "log_every_steps"),
-    *("log_hashes", "audit"),
-    "command",
+    *("log_hashes", "audit", "command"),
 )
 
 
@@ -47,11 +46,6 @@ class StepDifference(NamedTuple):
     leaves_compared: int
     tensors: list[str]
     parameters: int
-
-    @property
-    def differs(self) -> bool:
-        """Whether anything differs."""
-        return bool(self.leaves or self.tensors)
 
 
 @dataclass(frozen=True)
@@ -92,14 +86,13 @@ def compare(first: Path, second: Path) -> Difference:
         raise UserError(
             f"{first.name} and {second.name} have no step with hashes in common: train both with the same --log-hashes."
         )
-    settings = [*_of_settings(first, second), *_of_images(first, second)]
-    last_equal = 0
+    settings, last_equal = [*_other_differences(first, second)], 0
     for step in steps:
         one, other = sides[0][step], sides[1][step]
         if one["weights"].keys() != other["weights"].keys():
             raise UserError(f"{first.name} and {second.name} train different networks: parameters differ by name.")
         found = compare_step(one, other)
-        if found.differs:
+        if found.leaves or found.tensors:
             return Difference(len(steps), last_equal, settings, step, found)
         last_equal = step
     return Difference(len(steps), last_equal, settings)
@@ -160,13 +153,18 @@ def read_hashes(run: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _of_settings(first: Path, second: Path) -> Iterator[str]:
+def _other_differences(first: Path, second: Path) -> Iterator[str]:
+    """Yield a line for each setting and fact that differs, and one line if the runs record different images."""
     for name, prefix in ((CONFIG, "--"), (ENVIRONMENT, "")):
         one, other = (_flat(read_json(run / name)) for run in (first, second))
         for key in sorted(one.keys() | other.keys()):
             if one.get(key) != other.get(key) and key not in OF_NO_ACCOUNT:
                 label = FLAG_OF.get(key, key) if prefix else key
                 yield f"{label}: {shown(one.get(key))} | {shown(other.get(key))}"
+    images, others = ({image.path: image for image in read_image_list(run / IMAGES)} for run in (first, second))
+    changed = sum(images.get(path) != others.get(path) for path in images.keys() | others.keys())
+    if changed:
+        yield f"images of training: {changed} are in only one run, or differ in content or label"
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -174,11 +172,3 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
     return flat
-
-
-def _of_images(first: Path, second: Path) -> Iterator[str]:
-    """Yield a line if the runs record different images."""
-    one, other = ({image.path: image for image in read_image_list(run / IMAGES)} for run in (first, second))
-    changed = sum(one.get(path) != other.get(path) for path in one.keys() | other.keys())
-    if changed:
-        yield f"images of training: {changed} are in only one run, or differ in content or label"

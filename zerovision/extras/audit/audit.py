@@ -30,7 +30,6 @@ from zerovision.extras.audit.findings import (
     equal_files,
     label_findings,
     scene_groups,
-    small_classes,
 )
 from zerovision.extras.audit.labels import doubt_labels, outliers
 from zerovision.extras.audit.output import FIXED, FIXES, PAGE, check_output, read_fixes, write_audit, write_fixed
@@ -52,8 +51,6 @@ from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabi
 from zerovision.training.tasks.nearest import MOST_COMPARED, votes
 
 SMALL_CLASS = 10  # training images
-LEAST_ACCURACY = 0.8  # minimum accuracy of a classifier whose doubts are reported
-QUERIES_AT_ONCE = 256
 
 
 def run(settings: AuditSettings) -> int:
@@ -96,11 +93,12 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
     findings, found_fixes, notes = _examine(catalogue, trained, model.run if model else None)
     order = list(KINDS)
     findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
+    counts = zip(datasets.class_names, datasets.train_counts, strict=True)
     facts = {
         "data": data,
         "run": run,
         "notes": [printable(note) for note in [*datasets.notes, *notes]],
-        "small_classes": small_classes(datasets, SMALL_CLASS),
+        "small_classes": sorted((one for one in counts if one[1] < SMALL_CLASS), key=lambda one: one[1]),
     }
     write_audit(folder, facts, findings, found_fixes, catalogue)
     _show(folder, facts, findings, found_fixes, catalogue)
@@ -138,7 +136,7 @@ def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.nd
     if not (len(own) and len(others)):
         return None
     known, classes = torch.from_numpy(labels[own]), int(labels.max()) + 1
-    found = [votes(some, vectors[own], known, classes).argmax(1) for some in vectors[others].split(QUERIES_AT_ONCE)]
+    found = [votes(some, vectors[own], known, classes).argmax(1) for some in vectors[others].split(256)]
     return float((torch.cat(found).numpy() == labels[others]).mean())
 
 
@@ -171,7 +169,7 @@ def _examine(
         accuracy = doubts.accuracy if doubts else 0.0
         by = "the model's features" if trained else "the pixels"
         note = f"a classifier trained on {by} predicts {percent(accuracy)} of the labels (cross-validation)"
-        if doubts and accuracy >= LEAST_ACCURACY:
+        if doubts and accuracy >= 0.8:
             suspected, label_fixes = label_findings(catalogue, doubts, numbers)
             findings += suspected
         else:

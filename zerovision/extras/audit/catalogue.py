@@ -25,8 +25,6 @@ from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.observe.loggers.text import open_console
 
 PICTURE_SIDE = 16
-IMAGES_AT_ONCE = 64
-IMAGES_WORTH_WORKERS = 1000  # fewer images are read faster than a process starts
 
 
 class Catalogue:
@@ -64,12 +62,11 @@ class Catalogue:
 
     def other_columns(self) -> dict[str, list[float | str]]:
         """Return the table's other columns by name: the images' weights, or no columns if images have no weights."""
-        columns: dict[str, list[float | str]] = {}
         sources = [set_.source for set_ in self._sets.values() if isinstance(set_.source, FileSource)]
+        if all(source.loss_weights is None for source in sources):
+            return {}
         weights = [torch.ones(len(one.labels)) if one.loss_weights is None else one.loss_weights for one in sources]
-        if any(source.loss_weights is not None for source in sources):
-            columns["weight"] = torch.cat(weights).tolist()
-        return columns
+        return {"weight": torch.cat(weights).tolist()}
 
     def name(self, number: int) -> str:
         """Return the full path of an image, or its part and position if it is in memory."""
@@ -93,11 +90,13 @@ class Catalogue:
         console = open_console(stderr=True)
         is_silent = not console.is_terminal
         for start, (part, set_) in zip(self._starts, self._sets.items(), strict=False):
-            source = set_.source
-            seen_as = preprocessing or _whole(set_)
-            dataset = ImageDataset(source, seen_as, most_bad=len(set_))
-            is_worth_it = len(set_) >= IMAGES_WORTH_WORKERS and not source.in_memory
-            plan = EvaluationPlan(len(set_), IMAGES_AT_ONCE, 1)
+            source, values = set_.source, set_.preprocessing.values
+            zeros, ones = ((value,) * source.channels for value in (0.0, 1.0))
+            whole = Preprocessing(SIDE, None, mean=zeros, std=ones, values=values)  # does not normalize
+            dataset = ImageDataset(source, preprocessing or whole, most_bad=len(set_))
+            # Fewer images are read faster than a process starts.
+            is_worth_it = len(set_) >= 1000 and not source.in_memory
+            plan = EvaluationPlan(len(set_), 64, 1)
             loader = Loader(dataset, plan, 0, workers=most_workers() if is_worth_it else 0)
             loader.watch()
             bar = track(loader, f"reading {part}", len(loader), console=console, transient=True, disable=is_silent)
@@ -142,12 +141,6 @@ def _groups(set_: ImageDataset) -> list[str]:
         return [""] * len(set_)
     images = set_.source.images
     return [images.words["group"][code] for code in images["group"].tolist()]
-
-
-def _whole(set_: ImageDataset) -> Preprocessing:
-    """Return preprocessing that uses whole images and does not normalize them."""
-    zeros, ones = ((value,) * set_.source.channels for value in (0.0, 1.0))
-    return Preprocessing(SIDE, None, mean=zeros, std=ones, values=set_.preprocessing.values)
 
 
 def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogue) -> np.ndarray:

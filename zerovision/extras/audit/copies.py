@@ -19,16 +19,10 @@ import torch.nn.functional as F
 
 SIDE = 32  # side of the pictures that are compared, in pixels
 FREQUENCIES = 6  # in each direction; one of them is the mean, which brightness changes
-SCALES, PLACES = (0.87, 0.74), (0.0, 0.5, 1.0)  # of the windows, in each direction
 SMALLEST_WINDOW = 0.6
 NEAREST = 4  # number of images to find for each window
-MOST_CANDIDATES = 8  # for an image, and as many for its mirror image
-TYPICAL_RANK = 8  # an image's typical difference is its difference from its 8th nearest image
-FLAT_LEVELS = 2.0  # standard deviation below which an image is considered blank
 CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of the typical difference
 DETAIL_SIDE = 5  # side of the squares whose means are subtracted, which leaves lines and texture
-DETAIL_SHARE = 0.40  # of the cube of the typical difference of details: stricter if all images are alike
-LEAST_LIMIT = 0.001
 REPORTED = 0.7  # confidence; most pairs below it show different objects of one kind, such as two shirts on one table
 ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
@@ -65,19 +59,20 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
         pictures: uint8 [N, SIDE, SIDE], the whole images in gray.
     """
     images = torch.from_numpy(pictures)
-    seen = torch.cat([part.float().flatten(1).std(1) >= FLAT_LEVELS for part in images.split(4096)])
+    seen = torch.cat([part.float().flatten(1).std(1) >= 2.0 for part in images.split(4096)])  # others are blank
     numbers = seen.nonzero()[:, 0]
     images = images[seen]
     if len(images) < 2:
         return []
     bank = _Bank(_describe(images, 0))
-    rank = min(TYPICAL_RANK, len(images) - 1)
+    rank = min(8, len(images) - 1)  # an image's typical difference is its difference from its 8th nearest image
     cosines, likes = bank.nearest(bank.features, rank + 1)  # including the image itself
     typical = 1 - cosines[:, -1]
     pairs = _candidates(images, bank, typical)
     looks = _typical_looks(images, likes)
     usual = torch.minimum(looks[:, pairs.one], looks[:, pairs.other]).clamp(max=1)
-    limits = torch.stack([COPY_SHARE * usual[0], DETAIL_SHARE * usual[1] ** 3]).clamp(min=LEAST_LIMIT)
+    # The cube makes the limit for details stricter if all images are alike.
+    limits = torch.stack([COPY_SHARE * usual[0], 0.40 * usual[1] ** 3]).clamp(min=0.001)
     found: dict[tuple[int, int], Copy] = {}
     for place, difference in _laid_on(images, pairs, limits):
         one, other = sorted((int(pairs.one[place]), int(pairs.other[place])))
@@ -96,7 +91,8 @@ class _Pairs(NamedTuple):
     window: torch.Tensor
 
 
-WINDOWS = [(1.0, 0.0, 0.0), *((scale, *place) for scale in SCALES for place in product(PLACES, repeat=2))]
+# The scale of each window, and its place down and across.
+WINDOWS = [(1.0, 0.0, 0.0), *product((0.87, 0.74), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0))]
 
 
 def _basis(scale: float, place: float) -> torch.Tensor:
@@ -193,7 +189,7 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
     rows, owners = rows[order], owners[order]
     first = np.sort(np.unique((owners * len(images) + rows[:, 1]).numpy(), return_index=True)[1])
     rows, owners = rows[first], owners[first]
-    rows = rows[torch.arange(len(rows)) - torch.searchsorted(owners, owners) < MOST_CANDIDATES]
+    rows = rows[torch.arange(len(rows)) - torch.searchsorted(owners, owners) < 8]
     kind = rows[:, 2]
     return _Pairs(rows[:, 0], rows[:, 1], kind >= len(WINDOWS), kind % len(WINDOWS))
 

@@ -14,7 +14,6 @@ from zerovision.extras.audit.catalogue import Catalogue
 from zerovision.extras.audit.copies import Copy
 from zerovision.extras.audit.labels import SUSPECTED, LabelDoubts
 from zerovision.planning.data_check import first_of_equal
-from zerovision.training.data.datasets import DatasetPair
 
 KINDS = {
     "leak": "The same scene in two parts",
@@ -211,9 +210,3 @@ def label_findings(
             is_known = doubts.certainty[place] >= SUSPECTED
             fixes[number] = Fix(RELABEL if is_known else DROP, new if is_known else "", confidence, reason)
     return findings, fixes
-
-
-def small_classes(datasets: DatasetPair, smallest: int) -> list[tuple[str, int]]:
-    """Return the name and size of each class with fewer than `smallest` training images, smallest first."""
-    every = zip(datasets.class_names, datasets.train_counts, strict=True)
-    return sorted(((name, count) for name, count in every if count < smallest), key=lambda one: one[1])

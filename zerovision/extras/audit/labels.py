@@ -14,11 +14,8 @@ from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from sklearn.preprocessing import StandardScaler
 
 FOLDS, NEIGHBOURS, MOST_FEATURES = 5, 10, 96
-ITERATIONS = 30  # to estimate how labels are confused
 UNSURE = 0.005  # minimum probability that a classifier is wrong
 TEMPERATURES = (1.0, 0.8, 0.6)  # the mean of two classifiers trained on partly wrong labels is underconfident
-POWERS, LEAST = (0.85, 0.5), 1e-9  # see `with_history`
-CLEAN_PRIOR = 5.0  # number of correct labels per class assumed in advance
 SUSPECTED = 0.5  # probability of being wrong from which a label is suspected
 OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # times the distance within which 99 % of images have their 5th nearest image
 
@@ -58,7 +55,12 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
         return None
     numbers = np.searchsorted(classes, labels[used])
     out_of_sample = out_of_sample_probabilities(features[used], numbers)
-    judged_by = with_history(out_of_sample, learned[np.ix_(used, classes)])
+    # A network learns wrong labels later than right ones (Pleiss et al. 2020, https://arxiv.org/abs/2001.10528), and
+    # its mistakes differ from those of classifiers that were not trained on the image. Powers of 1 would assume
+    # independent errors.
+    own = learned[np.ix_(used, classes)]
+    both = np.maximum(out_of_sample, 1e-9) ** 0.85 * np.maximum(own, 1e-9) ** 0.5
+    judged_by = np.where(np.isnan(own), out_of_sample, both / both.sum(1, keepdims=True))
     wrong, best, certainty = wrong_label_probabilities(judged_by, numbers)
     doubts = LabelDoubts(
         np.zeros(len(labels)),
@@ -93,21 +95,6 @@ def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.
     return probabilities
 
 
-def with_history(out_of_sample: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    """Return predictions, float64 [N, K]: the product of both arguments, raised to `POWERS`, where both are known.
-
-    A network learns wrong labels later than right ones (Pleiss et al. 2020, https://arxiv.org/abs/2001.10528), and its
-    mistakes differ from those of classifiers that were not trained on the image. Powers of 1 would assume independent
-    errors.
-
-    Args:
-        out_of_sample: float64 [N, K]; see `out_of_sample_probabilities`.
-        learned: float64 [N, K]; see `doubt_labels`.
-    """
-    both = np.maximum(out_of_sample, LEAST) ** POWERS[0] * np.maximum(learned, LEAST) ** POWERS[1]
-    return np.where(np.isnan(learned), out_of_sample, both / both.sum(1, keepdims=True))
-
-
 def wrong_label_probabilities(
     probabilities: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -125,7 +112,7 @@ def wrong_label_probabilities(
     """
     count, classes = probabilities.shape
     given = np.eye(classes)[labels]
-    prior = CLEAN_PRIOR * np.eye(classes) + 1 / classes
+    prior = 5.0 * np.eye(classes) + 1 / classes  # as if five labels of each class were known to be correct
     most_likely, posterior = -np.inf, given
     for temperature in TEMPERATURES:
         sharp = probabilities ** (1 / temperature)
@@ -142,7 +129,7 @@ def _true_classes(
 ) -> tuple[float, np.ndarray]:
     """Return the log-likelihood of the given labels, and P(k | image, g), float64 [N, K]."""
     posterior = given
-    for _ in range(ITERATIONS):
+    for _ in range(30):
         rates = posterior.T @ given + prior
         rates /= rates.sum(1, keepdims=True)
         joint = probabilities * rates[:, labels].T
