@@ -67,7 +67,7 @@ class ExportRefused(Exception):
     """Raised if the exported file's results differ from the model's; the message is a single line."""
 
 
-def check_choice(format_name: str, precision: str, *, with_preprocessing: bool = False) -> ExportFormat:
+def check_choice(format_name: str, precision: str, *, with_preprocessing: bool) -> ExportFormat:
     """Return the format with this name.
 
     Raises:

@@ -151,8 +151,7 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
         return _logarithms(answers)
 
     def expect(images: torch.Tensor) -> torch.Tensor:
-        asked = (module.views, module.calibration, module.task)
-        return probabilities_of(module.network, images, *asked)
+        return probabilities_of(module.network, images, module.views, module.calibration, module.task)
 
     expected = _logarithms(run_in_batches(expect, check.images, job.settings.batch_size))
     numbered = dataclasses.replace(check, images=torch.arange(len(check))[:, None], logits=expected)

@@ -30,7 +30,7 @@ from zerovision.delivery.settings import ExportSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model
 from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import printable
-from zerovision.training.base.files import sha256_of, write_json
+from zerovision.training.base.files import sha256_of, sync_to_disk, write_json
 from zerovision.training.base.run_folder import EXPORT, slug
 from zerovision.training.base.units import percent, plural
 from zerovision.training.checkpoint.weights import load_model
@@ -92,7 +92,7 @@ def export_model(settings: ExportSettings) -> Exported:
         calibration = None
     check_output(output, about)
     write, open_exported = (pkgutil.resolve_name(name) for name in (chosen.write, chosen.open))
-    with unfinished_files(output) as (folder, publish):
+    with unfinished_files(output) as folder:
         file = folder / f"model{chosen.extension}"
         fp32 = write(job, file)
         for fact, content in about.items():
@@ -117,8 +117,13 @@ def export_model(settings: ExportSettings) -> Exported:
         if calibration is not None:
             write_json(folder / CALIBRATION, calibration.facts)
             about |= {CALIBRATION: b""}
-        files = publish({folder / fact: fact for fact in about} | {file: name})
-    return Exported(files[::-1], agreement, job.check.name, sizes, latencies)
+        names = {fact: fact for fact in about} | {file.name: name}
+        for written, final in names.items():
+            sync_to_disk(folder / written)
+            os.replace(folder / written, output / final)
+        sync_to_disk(output)
+    files = [output / final for final in reversed(names.values())]
+    return Exported(files, agreement, job.check.name, sizes, latencies)
 
 
 def _show(exported: Exported, settings: ExportSettings) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.files import errors_of_writing, remove_leftovers, sync_to_disk, unfinished
+from zerovision.training.base.files import errors_of_writing, remove_leftovers, unfinished
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map
 from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.tasks.labels import THRESHOLDS, task_of
@@ -37,35 +36,25 @@ STEPS = (
 )
 PICTURE_STEPS = f"{READING} Put pictures of one size into one batch, as bytes."
 
-Publish = Callable[[dict[Path, str]], list[Path]]
-
 
 @contextmanager
-def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
-    """Yield a hidden folder inside the output folder, and a function that moves files from it to the output folder.
+def unfinished_files(output: Path) -> Iterator[Path]:
+    """Yield a hidden folder inside the output folder, for files that are not yet checked.
 
-    The function takes the files with their new names, and returns the new paths in the same order. When the block ends,
-    the hidden folder is removed; after an error, the folders that were created to contain it are also removed.
+    When the block ends, the hidden folder is removed; after an error, the folders that were created to contain it are
+    also removed.
 
     Raises:
         UserError: in place of an OSError, such as for a full disk.
     """
     folder = unfinished(output / "export", "tmp")
     made = [parent for parent in (output, *output.parents) if not parent.exists()]
-
-    def publish(names: dict[Path, str]) -> list[Path]:
-        for file, name in names.items():
-            sync_to_disk(file)
-            os.replace(file, output / name)
-        sync_to_disk(output)
-        return [output / name for name in names.values()]
-
     try:
         with errors_of_writing(output):
             output.mkdir(parents=True, exist_ok=True)
             remove_leftovers(output)
             folder.mkdir()
-            yield folder, publish
+            yield folder
         made = []
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -63,16 +63,15 @@ class FromPictures(nn.Module):
 
         The class is the most probable one, or -1 if its probability is below the calibration's threshold.
         """
-        images, asked = self.prepared(pictures), (self.views, self.calibration, self.task)
-        probabilities = probabilities_of(self.network, images, *asked)
+        images = self.prepared(pictures)
+        probabilities = probabilities_of(self.network, images, self.views, self.calibration, self.task)
         highest, classes = probabilities.max(1)
         threshold = self.calibration.threshold if self.calibration else 0.0
         return probabilities, torch.where(highest < threshold, -1, classes)
 
     def prepared(self, pictures: torch.Tensor) -> torch.Tensor:
         """Return the network's input, float32 [N, C, H, W]."""
-        values = (self.resized(pictures) / 255 - self.mean) / self.std
-        return values.permute(0, 3, 1, 2)
+        return ((self.resized(pictures) / 255 - self.mean) / self.std).permute(0, 3, 1, 2)
 
     def resized(self, pictures: torch.Tensor) -> torch.Tensor:
         """Resize and crop or pad uint8 [N, h, w, C] as the run did; return whole numbers as float32 [N, H, W, C]."""
@@ -81,8 +80,7 @@ class FromPictures(nn.Module):
         pixels = [torch.arange(side, dtype=torch.float64) for side in pictures.shape[1:3]]
         there = torch.stack([numbers.max() + 1 for numbers in pixels])
         resized, first = self._geometry(there)
-        wanted = self.preprocessing.sides
-        positions = [first[axis] + torch.arange(side) for axis, side in enumerate(wanted)]
+        positions = [first[axis] + torch.arange(side) for axis, side in enumerate(self.preprocessing.sides)]
         inside = [(positions[axis] >= 0) & (positions[axis] < resized[axis]) for axis in (0, 1)]
         rows, columns = (self._weights(pixels[axis], there[axis], resized[axis], positions[axis]) for axis in (0, 1))
         values = _whole(values @ columns.T)
