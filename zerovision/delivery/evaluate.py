@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -161,40 +161,31 @@ def _prepare(
 def _judge(evaluation: Evaluation, *, verbose: bool) -> dict[str, Any]:
     """Return the contents of scores.json; a collective operation."""
     metadata, data = evaluation.metadata, evaluation.data
-    result = score(evaluation, verbose=verbose)
+    plain, of_views, trained_on = score(evaluation, verbose=verbose)
     scores = {"epoch": metadata["extra"].get("epoch"), "data": data.data, "split": data.split}
     scores |= {"precision": evaluation.precision}
-    scores |= describe_scores(result.plain, metadata["class_names"], data.datasets.val.source.name)
-    if result.views is not None:
-        scores["views"] = evaluation.views._asdict() | {key: getattr(result.views, key) for key in SCORES_SHOWN}
-    if result.trained_on is not None:
-        scores["trained_on"] = {key: getattr(result.trained_on, key) for key in ("samples", *SCORES_SHOWN)}
+    scores |= describe_scores(plain, metadata["class_names"], data.datasets.val.source.name)
+    if of_views is not None:
+        scores["views"] = evaluation.views._asdict() | {key: getattr(of_views, key) for key in SCORES_SHOWN}
+    if trained_on is not None:
+        scores["trained_on"] = {key: getattr(trained_on, key) for key in ("samples", *SCORES_SHOWN)}
     if evaluation.calibrator is not None:
-        before, classes = result.views or result.plain, len(metadata["class_names"])
+        before, classes = of_views or plain, len(metadata["class_names"])
         scores["rejection"] = evaluation.calibrator.finish(before, data.data, data.split, classes, evaluation.world)
     return scores
 
 
-class Result(NamedTuple):
-    """The scores of an evaluation.
-
-    Attributes:
-        plain: scores of the images that the model was not trained on, or of all images if it was trained on all.
-        views: scores of the images in `plain`, from mean probabilities over several views; None for a single view.
-        trained_on: scores of the images that the model was trained on; None if no such images are known.
-    """
-
-    plain: Scores
-    views: Scores | None = None
-    trained_on: Scores | None = None
-
-
-def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
+def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | None, Scores | None]:
     """Return the exact scores, counting each image once and scoring training images separately; a collective operation.
 
     Args:
         evaluation: model, data and settings of the evaluation.
         verbose: whether to show a progress bar on a terminal.
+
+    Returns:
+        The scores of the images that the model was not trained on, or of all images if it was trained on all; the
+            scores of the same images from mean probabilities over several views, or None for a single view; the scores
+            of the images that the model was trained on, or None if no such images are known.
 
     Raises:
         UserError: on all ranks, if the number of unreadable images exceeds the number that may be skipped.
@@ -240,11 +231,9 @@ def score(evaluation: Evaluation, *, verbose: bool = False) -> Result:
     for line in bad_image_lines([loader], world):
         if world.is_main:
             print(line, file=sys.stderr)
-    apart = trained_on.gather(world)
-    scores = Result(
-        plain.gather(world), of_views.gather(world) if views.are_several else None, apart if apart.samples else None
-    )
-    return scores if scores.plain.samples else scores._replace(plain=apart)
+    apart, scores = trained_on.gather(world), plain.gather(world)
+    averaged = of_views.gather(world) if views.are_several else None
+    return scores if scores.samples else apart, averaged, apart if apart.samples else None
 
 
 def _output_folder(
