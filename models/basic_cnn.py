@@ -39,8 +39,7 @@ class BasicCNN(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images `[B, C, H, W]` to logits `[B, num_classes]`."""
-        features = self.blocks(images).mean(dim=(2, 3))
-        return self.head(self.dropout(features))
+        return self.head(self.dropout(self.blocks(images).mean(dim=(2, 3))))
 
 
 # The same keys as in timm's own models; other modules find the stem and the head only by these keys.

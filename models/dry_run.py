@@ -96,9 +96,7 @@ def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int
     return counter.get_total_flops() or None
 
 
-def forward_flops(
-    module: nn.Module, places: Sequence[str], image_size: ImageSize, image_channels: int = 3
-) -> list[int]:
+def forward_flops(module: nn.Module, places: Sequence[str], image_size: ImageSize, image_channels: int) -> list[int]:
     """Return the operations of a forward pass for one image before, between and after places.
 
     The operations are counted as in `training_flops`. The places are names of distinct modules, in the order in which

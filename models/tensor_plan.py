@@ -8,7 +8,8 @@ once (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -55,8 +56,7 @@ TENSOR_PLANS["Eva"] = TENSOR_PLANS["VisionTransformer"] | {"EvaAttention": _ATTE
 WIDE_HEAD = 2**20  # number of classifier weights from which exchanging the outputs pays off
 
 
-@dataclass(frozen=True)
-class TensorPlan:
+class TensorPlan(NamedTuple):
     """The divided parts of a network.
 
     Attributes:
@@ -64,8 +64,8 @@ class TensorPlan:
         head: the name of the classifier if its outputs are divided and then gathered; '' if it stays whole.
     """
 
-    regions: dict[str, tuple[Region, int]] = field(default_factory=dict)
-    head: str = ""
+    regions: dict[str, tuple[Region, int]]
+    head: str
 
 
 def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
@@ -83,11 +83,11 @@ def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
     """
     kinds = next((TENSOR_PLANS[name.__name__] for name in type(module).__mro__ if name.__name__ in TENSOR_PLANS), {})
     regions = {}
-    for name, layer in module.named_modules():
+    for place, layer in module.named_modules():
         region = kinds.get(type(layer).__name__)
         if region is not None and _is_divisible(layer, region):
             units = getattr(layer, region.heads) if region.heads else layer.get_submodule(region.last).weight.shape[1]
-            regions[name] = region, units
+            regions[place] = region, units
     if not regions:
         raise UserError(
             f"--tensor-parallel {ranks}: {model_type} has no layers that can be divided, unlike networks of timm's "
@@ -99,7 +99,10 @@ def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
             f"--tensor-parallel {ranks}: {model_type} has layers of {fewest} heads, which cannot be split: "
             f"use --tensor-parallel {fewest} or less."
         )
-    return TensorPlan(regions, _wide_head(module, ranks))
+    name: Any = getattr(module, "default_cfg", {}).get("classifier")
+    head = module.get_submodule(name) if isinstance(name, str) else None
+    is_wide = isinstance(head, nn.Linear) and head.weight.numel() >= WIDE_HEAD and head.out_features % ranks == 0
+    return TensorPlan(regions, name if is_wide else "")
 
 
 def _is_divisible(layer: nn.Module, region: Region) -> bool:
@@ -111,12 +114,3 @@ def _is_divisible(layer: nn.Module, region: Region) -> bool:
     shares_keys = getattr(layer, "num_kv_groups", 1) > 1
     drops_keys = getattr(getattr(layer, "attn_drop", None), "p", 0) > 0
     return is_matrix and not (has_others or has_norm or shares_keys or drops_keys)
-
-
-def _wide_head(module: nn.Module, ranks: int) -> str:
-    name = getattr(module, "default_cfg", {}).get("classifier")
-    if not isinstance(name, str):
-        return ""
-    head = module.get_submodule(name)
-    is_wide = isinstance(head, nn.Linear) and head.weight.numel() >= WIDE_HEAD and head.out_features % ranks == 0
-    return name if is_wide else ""

@@ -74,8 +74,7 @@ def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
     """
     given, dot, tag = name.rpartition("/")[2].rpartition(":")[2].partition(".")
     letters = str.maketrans("", "", "-_ ")
-    theirs = timm.list_models(exclude_filters=[*MODELS])
-    known = {name.translate(letters): name for name in theirs}
+    known = {name.translate(letters): name for name in timm.list_models(exclude_filters=[*MODELS])}
     found = known.get(given.lower().translate(letters), "")
     if not found:
         near = difflib.get_close_matches(given.lower(), known.values(), n=1, cutoff=0.75)
@@ -205,10 +204,8 @@ def timm_size(timm_name: str | None, image_size: ImageSize) -> int | tuple[int, 
 
 def _options(part: Description) -> dict[str, Any]:
     timm_name = _registered(part)
-    options: dict[str, Any] = {
-        "num_classes": part.num_classes,
-        "in_chans": part.image_channels,
-    }  # timm's defaults are those of the published weights
+    # timm's defaults are those of the published weights.
+    options: dict[str, Any] = {"num_classes": part.num_classes, "in_chans": part.image_channels}
     if (img_size := timm_size(timm_name, part.image_size)) is not None:
         options["img_size"] = img_size
     if timm_name.startswith("vgg"):
@@ -237,7 +234,7 @@ def _hub_answers() -> bool:
     return True
 
 
-def of_hub(model_type: str, weights: str = "", *, wants_weights: bool = True) -> tuple[str, str]:
+def of_hub(model_type: str, weights: str, *, wants_weights: bool) -> tuple[str, str]:
     """Return a repository's network as `timm:<architecture>`, and its weights' local path, or '' if not requested.
 
     Missing files are downloaded into the hub's local cache; only safetensors are read.

@@ -28,7 +28,7 @@ def load_weights_file(
     description: Description,
     heads: Iterable[str],
     adapt: Callable[[StateDict], StateDict],
-    class_names: Sequence[str] = (),
+    class_names: Sequence[str],
 ) -> list[str]:
     """Load a safetensors or `weights_only` file into `module`.
 
