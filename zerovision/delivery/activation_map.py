@@ -133,8 +133,7 @@ def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -
         features = found[-1]
         (gradients,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), features)
     features, gradients = (_as_map(network, values.detach().float()) for values in (features, gradients))
-    importance = gradients.mean(dim=(2, 3), keepdim=True)
-    maps = (importance * features).sum(1).relu()
+    maps = (gradients.mean(dim=(2, 3), keepdim=True) * features).sum(1).relu()
     return maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
 
 

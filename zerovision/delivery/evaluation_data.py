@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,8 +56,7 @@ class EvaluationData:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class RunData:
+class RunData(NamedTuple):
     """What is known about a run's data.
 
     Attributes:

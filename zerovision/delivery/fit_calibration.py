@@ -87,8 +87,7 @@ class Calibrator:
         known, recorder = self._known, OneLabel(num_classes).recorder()
         temperature = known.temperature if known else _fit_temperature(self._batches, world)
         for logits, labels, *others in self._batches:
-            scaled = logits / temperature
-            recorder.add(scaled, labels, *others)
+            recorder.add(logits / temperature, labels, *others)
         scores = recorder.gather(world)
 
         def conclude() -> dict[str, Any]:

@@ -210,8 +210,8 @@ def _top_classes(
     with _SETTINGS, preserved_torch_settings():
         limit_threads()
         use_exact_fp32()
-        asked = (predictor.views, predictor.calibration, task_of(predictor.metadata))
-        probabilities = probabilities_of(module, images, *asked)
+        task = task_of(predictor.metadata)
+        probabilities = probabilities_of(module, images, predictor.views, predictor.calibration, task)
         best = probabilities.topk(min(predictor.settings.top_k, probabilities.shape[1]), dim=1)
         if predictor.explains:
             maps = activation_maps(module, images, best.indices[:, 0])

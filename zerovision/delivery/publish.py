@@ -147,10 +147,7 @@ def _front_matter(
 
     results = []
     for scores in filter(None, all_scores):
-        values = {
-            "top-1": ("accuracy", scores["top1"]),
-            "macro F1": ("f1", scores["macro"]["f1"]),
-        }
+        values = {"top-1": ("accuracy", scores["top1"]), "macro F1": ("f1", scores["macro"]["f1"])}
         if has_top5(scores):
             values["top-5"] = ("accuracy", scores["top5"])
         if "map" in scores:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,8 +47,7 @@ class StepDifference(NamedTuple):
     parameters: int
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The result of comparing two runs.
 
     Attributes:

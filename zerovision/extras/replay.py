@@ -125,8 +125,7 @@ def replay(run: Path, number: int) -> WatchedStep:
         raise UserError(f"'{run / ENVIRONMENT}' is damaged: no number '{missing[0]}'. Restore it.")
     if flags := [FLAG_OF[name] for name in TOGETHER if getattr(config, name) > 1]:
         raise UserError(f"run {run.name} has {flags[0]}: one process cannot repeat ranks that train independently.")
-    ranks = data_ranks(facts["ranks"], config.mesh)
-    leaves = ranks * config.gradient_accumulation_steps
+    leaves = data_ranks(facts["ranks"], config.mesh) * config.gradient_accumulation_steps
     steps_per_epoch = -(-facts["training_images"] // (leaves * config.micro_batch))
     planned = config.epochs * steps_per_epoch
     if number > (last := min(_trained_steps(run, planned), planned)):

@@ -114,7 +114,6 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
     _spread_labels(drawn)
     if not caption and len(lines) == 1 and high - low > abs(high) / 100:  # a smaller range is not worth mentioning
         caption = f"From {write(first)} to {drawn[0]['last']}; between {write(low)} and {write(high)}."
-    in_script = ("name", "switch", "style", "x", "y")
     return {
         "key": key,
         "title": title,
@@ -132,7 +131,7 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
             "xLog": x_axis.is_log,
             "percent": frame.is_percent,
             "xName": frame.x_name,
-            "lines": [{name: one[name] for name in in_script} for one in drawn],
+            "lines": [{name: one[name] for name in ("name", "switch", "style", "x", "y")} for one in drawn],
         },
     }
 
@@ -270,10 +269,7 @@ def single_run_charts(history: History) -> list[Chart]:
         title = OVERLAID[key]
         line = _line(history, key, title.lower(), 1)
         charts.append(draw(key, title, [line], Frame(marks=marks, from_zero=key in FROM_ZERO)))
-    memory = [
-        _line(history, "memory_bytes", "peak", 1),
-        _line(history, "memory_allocated_bytes", "now", 2),
-    ]
+    memory = [_line(history, "memory_bytes", "peak", 1), _line(history, "memory_allocated_bytes", "now", 2)]
     disk = [_line(history, "disk_free_bytes", "free", 1)]
     names = ("cores of the idlest machine", "cores of the busiest machine")
     cpus = [_line(history, column, name, style) for column, name, style in zip(CPUS, names, (3, 4), strict=True)]

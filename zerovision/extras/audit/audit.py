@@ -77,8 +77,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
     trained = load_model(model.weights) if model else None
     seen_as = trained[1]["preprocessing"] if trained else None
     images = ImageSettings(data=data, data_root=settings.data_root, max_megapixels=settings.max_megapixels)
-    options = audit_options(config, images, seen_as)
-    datasets = load_data(options)
+    datasets = load_data(audit_options(config, images, seen_as))
     if is_published:
         trained = _published(run, datasets)
         seen_as = trained[1]["preprocessing"]
@@ -91,8 +90,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
     if settings.fixes:
         return _fix(folder, read_fixes(Path(os.path.expanduser(settings.fixes)), catalogue), catalogue)
     findings, found_fixes, notes = _examine(catalogue, trained, model.run if model else None)
-    order = list(KINDS)
-    findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
+    findings.sort(key=lambda one: ([*KINDS].index(one.kind), -one.confidence, one.image))
     counts = zip(datasets.class_names, datasets.train_counts, strict=True)
     facts = {
         "data": data,

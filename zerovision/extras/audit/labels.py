@@ -48,8 +48,7 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
         learned: float64 [N, num_classes], a network's predictions for its own training images, NaN for other images;
             see `mean_probabilities`.
     """
-    counts = np.bincount(labels, minlength=num_classes)
-    used = np.flatnonzero(counts[labels] >= FOLDS)
+    used = np.flatnonzero(np.bincount(labels, minlength=num_classes)[labels] >= FOLDS)
     classes = np.unique(labels[used])
     if len(classes) < 2:
         return None
@@ -117,25 +116,18 @@ def wrong_label_probabilities(
     for temperature in TEMPERATURES:
         sharp = probabilities ** (1 / temperature)
         sharp = (1 - UNSURE) * sharp / sharp.sum(1, keepdims=True) + UNSURE / classes
-        likelihood, found = _true_classes(sharp, given, labels, prior)
+        found = given
+        for _ in range(30):
+            rates = found.T @ given + prior
+            rates /= rates.sum(1, keepdims=True)
+            joint = sharp * rates[:, labels].T
+            evidence = joint.sum(1, keepdims=True)
+            found = joint / evidence
+        likelihood = float(np.log(evidence).sum())
         if likelihood > most_likely:
             most_likely, posterior = likelihood, found
     others = np.where(given > 0, -1.0, posterior)
     return 1 - posterior[np.arange(count), labels], others.argmax(1), others.max(1)
-
-
-def _true_classes(
-    probabilities: np.ndarray, given: np.ndarray, labels: np.ndarray, prior: np.ndarray
-) -> tuple[float, np.ndarray]:
-    """Return the log-likelihood of the given labels, and P(k | image, g), float64 [N, K]."""
-    posterior = given
-    for _ in range(30):
-        rates = posterior.T @ given + prior
-        rates /= rates.sum(1, keepdims=True)
-        joint = probabilities * rates[:, labels].T
-        evidence = joint.sum(1, keepdims=True)
-        posterior = joint / evidence
-    return float(np.log(evidence).sum()), posterior
 
 
 def outliers(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -58,8 +58,7 @@ def write_audit(
         write_csv(new / FIXES, COLUMNS, rows)
         if catalogue.are_files:
             write_fixed(new / FIXED, catalogue, [one for one in fixes if one[1].action != GROUP])
-        page = _page(facts, findings, fixes, catalogue)
-        (new / PAGE).write_text(page, encoding="utf-8", errors="replace")
+        (new / PAGE).write_text(_page(facts, findings, fixes, catalogue), encoding="utf-8", errors="replace")
 
 
 def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
