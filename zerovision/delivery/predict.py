@@ -114,11 +114,6 @@ class Predictor:
     calibration: Calibration | None = None
     explains: bool = False
 
-    @property
-    def is_of_arrays(self) -> bool:
-        """Whether the network takes arrays that are not 8-bit pictures."""
-        return self.metadata["preprocessing"].takes_numbers
-
 
 def predict(model: str | Path, images: str | Path | Iterable[str | Path], **options: Any) -> Iterator[Prediction]:
     """Load a trained model, and return an iterator over the predictions for all images, in order.
@@ -135,7 +130,7 @@ def predict(model: str | Path, images: str | Path | Iterable[str | Path], **opti
     """
     listed = [images] if isinstance(images, str | Path) else images
     predictor = load_predictor(PredictSettings(model=str(model), images=listed, **options))
-    takes_arrays = predictor.is_of_arrays or predictor.reader.decode == NUMBERS
+    takes_arrays = predictor.metadata["preprocessing"].takes_numbers or predictor.reader.decode == NUMBERS
     return predictions_of(predictor, _list_images(listed, (*IMAGE_EXTENSIONS, *[ARRAY_EXTENSION] * takes_arrays)))
 
 
@@ -164,10 +159,9 @@ def load_predictor(settings: PredictSettings) -> Predictor:
             f"the model is calibrated for {calibration.views}, not for {views}: use the same flags, or calibrate "
             "again with scripts/evaluate.py --reject."
         )
-    predictor = Predictor(module, metadata, settings, views, reader, calibration, bool(settings.explain))
-    if predictor.explains and predictor.is_of_arrays:
+    if settings.explain and metadata["preprocessing"].takes_numbers:
         raise UserError("--explain: the model was trained on arrays, which cannot be shown as pictures: leave it out.")
-    return predictor
+    return Predictor(module, metadata, settings, views, reader, calibration, bool(settings.explain))
 
 
 def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[Prediction]:

@@ -161,7 +161,7 @@ def make_server(settings: ServeSettings) -> Server:
     """
     asked: dict[str, Any] = {name: getattr(settings, name) for name in ("model", "top_k", "device", "max_megapixels")}
     predictor = load_predictor(PredictSettings(**asked, images=(), batch_size=1))
-    if predictor.is_of_arrays:
+    if predictor.metadata["preprocessing"].takes_numbers:
         raise UserError("the model was trained on arrays, which a page cannot show: use scripts/predict.py.")
     return Server(dataclasses.replace(predictor, explains=_can_explain(predictor)), settings.host, settings.port)
 

@@ -45,10 +45,6 @@ from zerovision.training.world.signals import handling_stop_signals
 LAUNCHER = LAUNCH / "launch.py"
 SCRIPT, MULTI_NODE = "launch_distributed.sh", "launch_multi_node.sh"
 MOST_TRIALS = 1000
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
-_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
-_RANGE = re.compile(rf"(.*:)?{_NUMBER}\.\.{_NUMBER}(:log)?")
 LINE = "sweep.json"
 KEPT = ("epochs", "score", "state", "seconds")  # fields of a trial that are saved for the next start
 FAILED = "exit code"  # start of a failed trial's state
@@ -251,7 +247,7 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
     Raises:
         UserError: for anything that the trainer would reject, or if another sweep has the same name.
     """
-    if not _NAME.fullmatch(sweep.name):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", sweep.name):
         raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
     arguments = read_arguments(SCRIPT, sweep.words, {})
     config = check_training(arguments.training)
@@ -302,7 +298,7 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
     """Yield the values of each trial by flag."""
     varied: dict[str, Any] = {}
     for text in sweep.vary or ():
-        found = _VARIED.fullmatch(text)
+        found = re.fullmatch(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", text, re.DOTALL)
         if not found or found[1] in varied:
             raise UserError(f"--vary {shown(text)}: expected FLAG=VALUE,VALUE or FLAG=LOW..HIGH[:log], each flag once.")
         varied[found[1]] = _values(found[1], found[2])
@@ -322,7 +318,8 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
 
 def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
     """Return the values of a list, or a function that draws from a range."""
-    if not (found := _RANGE.fullmatch(text)):
+    number = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+    if not (found := re.fullmatch(rf"(.*:)?{number}\.\.{number}(:log)?", text)):
         return text.split("|" if "|" in text else ",")
     before, *ends, is_log = found.groups(default="")  # keep what precedes the range, as in loss=bce:0.1..0.5
     low, high = map(float, ends)

@@ -26,7 +26,6 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 
 MAX_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB, and the graph needs a part of that
-FOLD_BYTES = 2**31  # fold constants of any size
 STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # quantized if the second operand is a constant
 # Operators that pass 8-bit values on unchanged; they are quantized only after a quantized layer.
 PASSING_OPERATORS = ("Relu", "Clip", "MaxPool", "Reshape", "Transpose", "Flatten")
@@ -99,7 +98,7 @@ def export_graph(job: ExportJob) -> ModelProto:
         )
     assert program is not None  # without a file name, the exporter returns the program
     # Nodes in the graph assemble an LSTM's weights from PyTorch's; folding turns the weights into constants again.
-    model = optimizer.optimize(program.model_proto, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES)
+    model = optimizer.optimize(program.model_proto, input_size_limit=2**31, output_size_limit=2**31)
     graph = model.graph
     # The exporter notes where each node comes from, such as in stack traces with paths on this machine.
     for entry in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):

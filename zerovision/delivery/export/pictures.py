@@ -23,8 +23,6 @@ from zerovision.training.data.augment import FILTERS, resize_weights
 from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.tasks.labels import task_of
 
-EXAMPLE = (2, 37, 53)  # pictures, height and width; sizes that are 1 or equal would become constants
-
 
 class FromPictures(nn.Module):
     """Wraps a network with the steps that `predict` performs before and after it.

@@ -15,7 +15,6 @@ from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, merit, s
 
 Chart = dict[str, Any]  # the result of `draw`
 VIEW = 1000  # side of the SVG's coordinate system, which is stretched to the chart's size
-LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value
 LABEL_GAP = 8.0  # percent of the chart's height between two labels at its right edge
 
 
@@ -61,7 +60,7 @@ class Frame(NamedTuple):
         marks: values of x to mark.
         is_percent: whether the values are shares in 0..1 to show as percentages.
         from_zero: whether the vertical axis starts at 0. Otherwise, unless the values are percentages, the axis is
-            logarithmic if the values span more than a factor of `LOG_SCALE_FROM`.
+            logarithmic if the values span more than a factor of 50.
         is_x_log: whether the horizontal axis is logarithmic; otherwise, it starts at 0.
     """
 
@@ -85,7 +84,7 @@ class Frame(NamedTuple):
         start = 0.0 if self.from_zero else low
         if self.is_percent:
             return linear_axis(start, high, lambda share: f"{100 * share:.4g}{THIN}%", highest=1.0)
-        if not self.from_zero and low > 0 and high / low > LOG_SCALE_FROM:
+        if not self.from_zero and low > 0 and high / low > 50:
             return log_axis(low, high)
         return linear_axis(start, high, plain)
 

@@ -34,9 +34,6 @@ from zerovision.training.base.run_folder import (
 )
 
 MOST_RUNS = STYLES  # so that no two lines look the same
-# A run writes its evaluation after its last log line, so the page is rewritten until the files stop changing.
-POLLS_AFTER_THE_END = 3
-POLLS_WITHOUT_CHANGE = 30  # then the page is rewritten, because the run may have crashed
 
 
 def run(settings: ReportSettings) -> int:
@@ -74,7 +71,7 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
         _page_run(place, name, folder, len(folders))
         for place, (name, folder) in enumerate(zip(names_of(folders), folders, strict=True))
     ]
-    is_running = any(run["status"].is_running for run in runs)
+    is_running = any(run["status"].word in ("running", "not started") for run in runs)
     page = _render(runs, compare(folders), is_live=is_watched and is_running).encode("utf-8", errors="replace")
     with errors_of_writing(output, "Use another --output file."):
         if output.is_dir():
@@ -101,12 +98,13 @@ def watch(folders: Sequence[Path], output: Path) -> None:
     writing_seconds = time.perf_counter() - start
     print(f"watching (Ctrl-C to stop): open {output}")
     try:
-        while is_running or unchanged < POLLS_AFTER_THE_END:
+        # A run writes its evaluation after its last log line, so watching goes on until the files stop changing.
+        while is_running or unchanged < 3:
             # At most a tenth of the time may be spent on writing, because training needs the processor.
             time.sleep(max(2.0, 10 * writing_seconds))
             now = _signature(folders)
             seen, unchanged = now, unchanged + 1 if now == seen else 0
-            if unchanged % POLLS_WITHOUT_CHANGE == 0:
+            if unchanged % 30 == 0:  # sometimes also without a change, because the run may have crashed
                 start = time.perf_counter()
                 is_running = write_report(folders, output, is_watched=True)
                 writing_seconds = time.perf_counter() - start

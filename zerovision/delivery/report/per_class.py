@@ -16,13 +16,11 @@ from zerovision.delivery.report.run_files import RunFiles
 from zerovision.training.base.run_folder import EVALUATION, WHY, WORST
 from zerovision.training.data.reading.files import ImageError, read_file
 
-MOST_CLASSES_LISTED = 200
-SHADES = 10
 MOST_IMAGES = 24
 
 
 def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores per class; with more than `MOST_CLASSES_LISTED` classes, only the classes with the lowest F1.
+    """Return the scores per class; with more than 200 classes, only the 100 with the lowest F1.
 
     Returns:
         `rows` of (name, images, predictions, precision, recall, F1), `averages` of (name, precision, recall, F1), and
@@ -30,7 +28,7 @@ def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
     """
     keys = ("support", "predicted", "precision", "recall", "f1")
     rows = [(clip(str(one["name"])), *(one[key] for key in keys)) for one in scores["classes"]]
-    many = len(rows) > MOST_CLASSES_LISTED
+    many = len(rows) > 200
     shown = sorted(rows, key=lambda row: row[-1])[:100] if many else rows
     averages = [
         (name, *(float(scores[average][key]) for key in keys[2:]))
@@ -44,7 +42,7 @@ def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> dict[st
 
     Returns:
         `names` of the classes; `matrix`, which is empty or has a row for each true class with (images, shade from 0 to
-        `SHADES`) for each predicted class; `pairs` of (true class, predicted class, images, share of the true class);
+        10) for each predicted class; `pairs` of (true class, predicted class, images, share of the true class);
         the number of pairs that are `left_out`; the number of `misclassified` images.
     """
     names = [clip(str(one["name"])) for one in scores["classes"]]
@@ -60,7 +58,7 @@ def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> dict[st
     if with_matrix and len(names) <= 40:
         for label, total in enumerate(support):
             row = [cells.get((label, prediction), 0) for prediction in range(len(names))]
-            matrix.append([(samples, samples and max(1, round(SHADES * samples / total))) for samples in row])
+            matrix.append([(samples, samples and max(1, round(10 * samples / total))) for samples in row])
     misclassified = sum(samples for _, _, samples in mistakes)
     left_out = len(mistakes) - len(pairs)
     return {"names": names, "matrix": matrix, "pairs": pairs, "left_out": left_out, "misclassified": misclassified}

@@ -52,11 +52,6 @@ class Status(NamedTuple):
     word: str
     sentence: str
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the run is expected to log more lines."""
-        return self.word in ("running", "not started")
-
 
 class Fact(NamedTuple):
     """A key figure with a remark, or a setting with its default."""
@@ -99,9 +94,10 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
     patience = run.config.get("early_stopping_patience") or 0
     stopped_early = bool(end is not None and best and 0 < patience <= done - best["epoch"])
     is_complete = bool(done) and done == epochs
-    if (is_complete or stopped_early) and history.divergence:
+    divergence = str(history.epochs[done].get("diverged") or "") if history.epochs else ""
+    if (is_complete or stopped_early) and divergence:
         kept = f"the best epoch that did not diverge is {best['epoch']}" if best else "every epoch diverged"
-        return Status("diverged", f"Diverged: after {progress} {clip(history.divergence, LONGEST_REASON)}; {kept}.")
+        return Status("diverged", f"Diverged: after {progress} {clip(divergence, LONGEST_REASON)}; {kept}.")
     if is_complete:
         last_step = max(history.last_step, *(epoch["step"] for epoch in history.epochs.values()))
         return Status("finished", f"Finished: {plural(done, 'epoch')}, {plural(last_step, 'step')}.")

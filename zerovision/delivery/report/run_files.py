@@ -154,11 +154,6 @@ class History:
         """The line of the best epoch; None if there is no best epoch."""
         return best_epoch(self.epochs.values())
 
-    @property
-    def divergence(self) -> str:
-        """Why the last epoch diverged; '' if it did not diverge."""
-        return str(self.epochs[max(self.epochs)].get("diverged") or "") if self.epochs else ""
-
     def _add_step(self, line: dict[str, Any]) -> None:
         step, seconds = int(line["step"]), float(line["seconds"])
         values = {name: float(line[name]) for name in CURVES}

@@ -24,7 +24,6 @@ NEAREST = 4  # number of images to find for each window
 CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of the typical difference
 DETAIL_SIDE = 5  # side of the squares whose means are subtracted, which leaves lines and texture
 REPORTED = 0.7  # confidence; most pairs below it show different objects of one kind, such as two shirts on one table
-ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
 CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # with more than two cells, an image is compared only with a few cells
 
@@ -200,10 +199,10 @@ def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Itera
         scales, *starts = torch.tensor(WINDOWS)[pairs.window[places]].T
         boxes = torch.stack([2 * (1 - scales) * start - 1 for start in reversed(starts)], 1)
         boxes = torch.cat([boxes, boxes + 2 * scales[:, None]], 1)
-        boxes, differences = _fit(images, pairs, places, boxes, ROUGH_STEPS)
+        boxes, differences = _fit(images, pairs, places, boxes, steps=8)
         near = differences <= LAID_ROUGHLY_SHARE / COPY_SHARE * limits[0, places]
         places = places[near]
-        boxes, _ = _fit(images, pairs, places, boxes[near], FINE_STEPS)
+        boxes, _ = _fit(images, pairs, places, boxes[near], steps=32)
         laid = _looks(_windows(_whole(images, pairs, places), boxes))
         shares = ((1 - (laid * _looks(images[pairs.other[places]])).sum(2)) / limits[:, places]).amin(0)
         same = shares <= 2 * (1 - REPORTED)
@@ -242,7 +241,7 @@ def _fit(
     wanted = _unit(images[pairs.other[places]])
     boxes = boxes.clone().requires_grad_()
     best, least = boxes.detach().clone(), torch.full((len(places),), math.inf)
-    optimizer = torch.optim.Adam([boxes], lr=STEP)
+    optimizer = torch.optim.Adam([boxes], lr=0.02)
     for _ in range(steps):
         differences = 1 - (_unit(_windows(whole, boxes)) * wanted).sum(1)
         with torch.no_grad():
