@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -125,45 +125,35 @@ def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
 
 
 def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return the Grad-CAM map at the resolution of the features, float32 [B, h, w] with a maximum of 1."""
-    with torch.enable_grad(), _last_features(network) as found:
-        logits = network(images)
-        if not found:
-            raise UserError("this network has no spatial feature map, so its predictions cannot be explained.")
-        features = found[-1]
-        (gradients,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), features)
-    features, gradients = (_as_map(network, values.detach().float()) for values in (features, gradients))
-    maps = (gradients.mean(dim=(2, 3), keepdim=True) * features).sum(1).relu()
-    return maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
+    """Return the Grad-CAM map at the resolution of the features, float32 [B, h, w] with a maximum of 1.
 
-
-@contextlib.contextmanager
-def _last_features(network: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collect the feature maps of the next forward pass in order, followed by the tokens that enter the last block.
-
-    Yields:
-        A list that the forward pass fills with feature maps [B, C, h, w], or [B, h, w, C] if the network's `output_fmt`
-            is NHWC, and with one tensor of tokens [B, N, C] if the network's blocks process tokens.
+    The features are the tokens [B, N, C] that enter the last block if the network's blocks process tokens, and
+    otherwise the last feature map, [B, C, h, w], or [B, h, w, C] if the network's `output_fmt` is NHWC.
     """
-    found: list[torch.Tensor] = []
+    maps: list[torch.Tensor] = []
     tokens: list[torch.Tensor] = []
 
     def keep_map(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.ndim == 4 and min(_as_map(network, output).shape[2:]) > 1:
-            found.append(output)
+            maps.append(output)
 
     def keep_tokens(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if isinstance(inputs[0], torch.Tensor) and inputs[0].ndim == 3:
             tokens.append(inputs[0])
 
     blocks = getattr(network, "blocks", None)
-    with contextlib.ExitStack() as hooks:
+    with torch.enable_grad(), contextlib.ExitStack() as hooks:
         for module in network.modules():
             hooks.enter_context(module.register_forward_hook(keep_map))
         if isinstance(blocks, nn.Sequential | nn.ModuleList):
             hooks.enter_context(blocks[-1].register_forward_pre_hook(keep_tokens))
-        hooks.enter_context(network.register_forward_hook(lambda *_: found.extend(tokens)))
-        yield found
+        logits = network(images)
+        if not (found := [*maps, *tokens]):
+            raise UserError("this network has no spatial feature map, so its predictions cannot be explained.")
+        (gradients,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), found[-1])
+    features, gradients = (_as_map(network, values.detach().float()) for values in (found[-1], gradients))
+    heat = (gradients.mean(dim=(2, 3), keepdim=True) * features).sum(1).relu()
+    return heat / heat.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(heat.dtype).tiny)
 
 
 def _as_map(network: nn.Module, features: torch.Tensor) -> torch.Tensor:

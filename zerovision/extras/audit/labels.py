@@ -117,7 +117,7 @@ def wrong_label_probabilities(
         sharp = probabilities ** (1 / temperature)
         sharp = (1 - UNSURE) * sharp / sharp.sum(1, keepdims=True) + UNSURE / classes
         found = given
-        for _ in range(30):
+        for _ in range(30):  # expectation maximization
             rates = found.T @ given + prior
             rates /= rates.sum(1, keepdims=True)
             joint = sharp * rates[:, labels].T
