@@ -369,11 +369,11 @@ def test_classes_and_confusion(tmp_path):
 def test_only_misclassified_images_are_shown(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
     (run.folder / "evaluation/worst/001.png").write_bytes(b"no picture")
-    shown = sample_images(run, "worst")
+    shown = sample_images(run.folder, run.scores, "worst", 24)
     assert [(image["label"], image["prediction"]) for image in shown] == [("cat", "dog"), ("dog", "cow")]
     assert [image["data_uri"][:16] for image in shown] == ["data:image/jpeg;", ""]
     assert [image["why"][:16] for image in shown] == ["data:image/jpeg;", ""]
-    (typical,) = sample_images(run, "typical")
+    (typical,) = sample_images(run.folder, run.scores, "typical", 24)
     assert (typical["label"], typical["prediction"], typical["why"][:16]) == ("cat", "cat", "data:image/jpeg;")
 
 

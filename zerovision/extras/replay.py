@@ -81,7 +81,7 @@ class WatchedStep:
         def add(gradient: torch.Tensor, name: str) -> None:
             self.gradients[name] = self.gradients.get(name, torch.zeros_like(gradient)) + gradient / scale
 
-        self.before = self.parameters()
+        self.before = hashed_parameters(self.run.state.engine, self.run.world)
         self.hasher.before_step(0)
         trained = [(name, one) for name, one in engine.engine.module.named_parameters() if one.requires_grad]
         for name, parameter in trained:
@@ -93,10 +93,6 @@ class WatchedStep:
     def hasher(self) -> StepHashes:
         """The object that hashes only the recorded step."""
         return StepHashes(1, self.run.world, self.run.plan.leaves, self.run.state.engine, Loggers([]))
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the current parameters by name."""
-        return hashed_parameters(self.run.state.engine, self.run.world)
 
 
 def run(settings: ReplaySettings) -> int:
@@ -176,7 +172,7 @@ def _train(watched: WatchedStep) -> None:
             state.engine.buffers.average(run.world.data)
         state.progress = state.progress.after_epoch(0.0, 0.0, is_best=False, has_diverged=False)
         state.sums.reset()
-    watched.after = watched.parameters()
+    watched.after = hashed_parameters(state.engine, run.world)
     watched.hashes = watched.hasher.line()
 
 

@@ -115,8 +115,8 @@ def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
         float(file_right.double().mean()),
         int((right & ~file_right).sum()),
         int((file_right & ~right).sum()),
-        len(check),
-        (*SMALL_BATCHES, min(batch_size, len(check))),
+        len(check.labels),
+        (*SMALL_BATCHES, min(batch_size, len(check.labels))),
     )
 
 
@@ -154,7 +154,7 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
         return probabilities_of(module.network, images, module.views, module.calibration, module.task)
 
     expected = _logarithms(run_in_batches(expect, check.images, job.settings.batch_size))
-    numbered = dataclasses.replace(check, images=torch.arange(len(check))[:, None], logits=expected)
+    numbered = dataclasses.replace(check, images=torch.arange(len(check.labels))[:, None], logits=expected)
     return compare(answer, numbered, job.settings.batch_size)
 
 

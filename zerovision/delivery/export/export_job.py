@@ -59,9 +59,6 @@ class CheckImages:
     task: OneLabel
     picture: Callable[[int], torch.Tensor] | None = None
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def is_right(self, logits: torch.Tensor) -> torch.Tensor:
         """Return whether each image's highest logit in `logits`, [N, classes], belongs to a correct class, bool [N]."""
         return self.task.hits(logits.argmax(1, keepdim=True), self.labels)[:, 0]

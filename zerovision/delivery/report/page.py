@@ -15,7 +15,7 @@ from zerovision.delivery import pages
 from zerovision.delivery.pages import clip, number, plural
 from zerovision.delivery.report import run_facts
 from zerovision.delivery.report.charts import STYLES, overlaid_charts, rate_search_chart, single_run_charts
-from zerovision.delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, sample_images
+from zerovision.delivery.report.per_class import calibration_chart, class_table, confusion, sample_images
 from zerovision.delivery.report.run_facts import find_incidents
 from zerovision.delivery.report.run_files import names_of, read_run
 from zerovision.delivery.settings import ReportSettings
@@ -134,7 +134,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
     shown |= {"history": history, "settings": run_facts.settings(run), "evaluation": None}
     with _damage_named(folder / LEARNING_RATE):
         shown["rate_search"] = rate_search_chart(run.rate_search)
-    most = min(MOST_IMAGES, 32 // runs)  # sample images of each kind, so that a page of many runs stays small
+    most = min(24, 32 // runs)  # sample images of each kind, so that a page of many runs stays small
     with _damage_named(folder / EVALUATION / SCORES):
         shown["figures"] = [*run_facts.key_figures(run)]
         if run.scores is not None:
@@ -144,8 +144,8 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
                 "confusion": None
                 if "task" in run.scores  # several labels per image: no confusion matrix
                 else confusion(run.scores, with_matrix=runs <= 4),
-                "images": sample_images(run, WORST, most),
-                "typical": sample_images(run, TYPICAL, most),
+                "images": sample_images(folder, run.scores, WORST, most),
+                "typical": sample_images(folder, run.scores, TYPICAL, most),
             }
     with _damage_named(folder / METRICS):
         shown |= {"status": run_facts.find_status(run), "incidents": find_incidents(history)}

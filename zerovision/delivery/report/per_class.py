@@ -12,11 +12,8 @@ from PIL import Image
 
 from zerovision.delivery.pages import clip, data_uri, percent
 from zerovision.delivery.report.charts import Chart, Frame, Line, draw
-from zerovision.delivery.report.run_files import RunFiles
 from zerovision.training.base.run_folder import EVALUATION, WHY, WORST
 from zerovision.training.data.reading.files import ImageError, read_file
-
-MOST_IMAGES = 24
 
 
 def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,17 +82,15 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
     return draw(key, title, lines, Frame(caption, "confidence", from_zero=True, is_percent=True))
 
 
-def sample_images(run: RunFiles, kind: str, most: int = MOST_IMAGES) -> list[dict[str, str]]:
-    """Return sample images of an evaluation: only misclassified images for `WORST`, and all images for `TYPICAL`.
+def sample_images(run: Path, scores: Mapping[str, Any], kind: str, most: int) -> list[dict[str, str]]:
+    """Return sample images of a run's evaluation: only misclassified images for `WORST`, and all images for `TYPICAL`.
 
     `data_uri` is empty if the image cannot be read; `why` is empty if there is no picture that explains the prediction.
     """
-    if run.scores is None:
-        return []
-    names = [clip(str(one["name"])) for one in run.scores["classes"]]
+    names = [clip(str(one["name"])) for one in scores["classes"]]
     chosen = [
-        (run.folder / EVALUATION / kind / f"{number:03d}", one)
-        for number, one in enumerate(run.scores.get(kind, []))
+        (run / EVALUATION / kind / f"{number:03d}", one)
+        for number, one in enumerate(scores.get(kind, []))
         if kind != WORST or one["label"] != one["prediction"]
     ]
     return [
