@@ -17,6 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# While oneDNN computes the gradient of a spatial convolution's weights, it needs two copies of the gradient, in blocks
+# of channels and in the usual order, and a copy of the weights if they are not in the images' order of dimensions. The
+# blocks have 16 x 16 channels, so for a layer with one input channel per group they are 256 times as large, unless a
+# depthwise kernel is used; depthwise kernels exist up to 3 x 3.
+BLOCKED_COPIES = 2
+CHANNEL_BLOCK = 16 * 16
+LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
 
 class Piece(NamedTuple):
@@ -83,10 +90,7 @@ def activations(
         if fakes:
             _fill_with_fakes(network)
         if lower and device == "cuda":
-            # Only CUDA's autocast normalizes in float32 (https://docs.pytorch.org/docs/stable/amp.html).
-            for part in network.modules():
-                if isinstance(part, nn.LayerNorm | nn.GroupNorm):
-                    part.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+            _normalize_in_float32(network)
         images = torch.empty(shape, device="cpu" if fakes else "meta")
         gradients = []
         live = LiveBytes(copies)
@@ -197,12 +201,16 @@ def onednn_copies(operation: Any, args: Any, *, channels_last: bool) -> int:
     pixels = weights[0, 0].numel()
     if not wanted[1] or pixels == 1:  # 1 x 1 is a matrix product
         return 0
-    # There are two copies of the gradient, in blocks of channels and in the usual order, and a copy of the weights if
-    # they are not in the images' order of dimensions. The blocks have 16 x 16 channels, so for a layer with one input
-    # channel per group they are 256 times as large, unless a depthwise kernel is used; these exist up to 3 x 3.
-    if groups > 1 and weights.shape[1] == 1 and pixels > 3 * 3:
-        return 16 * 16 * weights.nbytes
-    return (2 + (not channels_last)) * weights.nbytes
+    if groups > 1 and weights.shape[1] == 1 and pixels > LARGEST_DEPTHWISE_KERNEL:
+        return CHANNEL_BLOCK * weights.nbytes
+    return (BLOCKED_COPIES + (not channels_last)) * weights.nbytes
+
+
+def _normalize_in_float32(network: nn.Module) -> None:
+    """Make norm layers run in float32, as autocast does only on CUDA (https://docs.pytorch.org/docs/stable/amp.html)."""
+    for part in network.modules():
+        if isinstance(part, nn.LayerNorm | nn.GroupNorm):
+            part.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
 
 
 def _fill_with_fakes(network: nn.Module) -> None:

@@ -13,6 +13,8 @@ from timm.models import build_model_with_cfg, register_model
 from torch import nn
 
 STEM_SIZE = 2  # pixels
+STEM_FILTERS = 24  # twice the number of values in a patch of 3 channels: whitening fills filters in pairs
+LOGIT_SCALE = 1 / 9
 
 
 class Airbench(nn.Module):
@@ -21,8 +23,7 @@ class Airbench(nn.Module):
     def __init__(self, num_classes: int, in_chans: int, widths: tuple[int, int, int]) -> None:
         """Create the layers; `widths` are the numbers of channels of the three blocks."""
         super().__init__()
-        # Twice the number of values in a patch of up to 3 channels, because whitening fills filters in pairs.
-        channels = min(24, 2 * in_chans * STEM_SIZE**2)
+        channels = min(STEM_FILTERS, 2 * in_chans * STEM_SIZE**2)
         self.stem = nn.Conv2d(in_chans, channels, STEM_SIZE)
         self.blocks = nn.Sequential()
         for width in widths:
@@ -39,7 +40,7 @@ class Airbench(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images `[B, C, H, W]` to logits `[B, num_classes]`."""
         features = self.blocks(nn.functional.gelu(self.stem(images))).amax(dim=(2, 3))
-        return self.head(features) * (1 / 9)
+        return self.head(features) * LOGIT_SCALE
 
 
 def _convolution(in_channels: int, width: int) -> nn.Conv2d:

@@ -23,6 +23,7 @@ from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError, one_line
 from zerovision.training.base.settings import RunSettings
 
+MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # index tables are smaller than the larger of the two
 PROJECTED_BY = "--loss supcon"  # what users type to train a network with a `ProjectionHead`
 
 
@@ -148,8 +149,7 @@ def tensor_mismatch(description: Description, shapes: Mapping[str, Sequence[int]
             buffer_bytes += sum(buffer.nbytes for buffer in module.buffers())
     if left:
         return f"{len(left)} of its tensors are not described, first {next(iter(left))!r}"
-    # Index tables take less than 1 GiB, or less than 16 times as much as the weights.
-    if buffer_bytes > max(2**30, 16 * 4 * sum(map(math.prod, shapes.values()))):
+    if buffer_bytes > max(MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT * 4 * sum(map(math.prod, shapes.values()))):
         return f"it has no room for {buffer_bytes / 1e9:.0f} GB of tables, which the image size needs"
     return None
 

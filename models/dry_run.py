@@ -31,6 +31,7 @@ from zerovision.training.base.settings import RunSettings
 
 BATCH_NORM = torch.batch_norm
 ONE_AT_A_TIME = threading.Lock()  # for whoever replaces it
+SMALL_IMAGE_PIXELS = 64
 STEPS_TO_TRY = (8, 14, 16, 32, 64)  # pixels; sides may have to be multiples of one of them
 SIZES_TO_TRY = (9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
 
@@ -206,7 +207,7 @@ def create_for_image_size(
         UserError: if the size does not work; the message names a size that does.
     """
     image_size, batch_size = part.image_size, config.micro_batch
-    fit = partial(_create_and_fit, create, part, 0 if config.stem == "keep" else 64)  # pixels
+    fit = partial(_create_and_fit, create, part, 0 if config.stem == "keep" else SMALL_IMAGE_PIXELS)
     module, changes, failure = fit(image_size, batch_size)
     if failure is None:
         return module, changes

@@ -16,6 +16,8 @@ from zerovision.models.sides import ImageSize, sides, size_of
 from zerovision.models.weights_metadata import Preprocessing, open_weights, read_facts
 from zerovision.training.base.errors import UserError
 
+FITS = {"center": "crop", "squash": "squash", "border": "pad"}  # our `fit` by timm's `crop_mode`
+
 
 class Preparation(NamedTuple):
     """The preprocessing for a network; a field is None if it does not matter.
@@ -52,8 +54,7 @@ class Preparation(NamedTuple):
             ValueError, KeyError, TypeError: if `published` is invalid.
         """
         mean, std = (tuple(map(float, published[name])) for name in ("mean", "std"))
-        fits = {"center": "crop", "squash": "squash", "border": "pad"}  # our `fit` by timm's `crop_mode`
-        fit = fits.get(published.get("crop_mode") or "center")
+        fit = FITS.get(published.get("crop_mode") or "center")
         crop = float(published.get("crop_pct") or 0.875) if fit == "crop" else None
         shape = published.get("input_size")
         size = size_of(*shape[-2:]) if shape else None

@@ -7,6 +7,8 @@ import re
 ImageSize = int | str
 """The side of square images in pixels, such as 224; 'HEIGHTxWIDTH' for other images, such as '224x448'."""
 
+_SIDES = re.compile(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}")
+
 
 def sides(size: ImageSize) -> tuple[int, int]:
     """Return height and width in pixels."""
@@ -25,4 +27,4 @@ def read_size(word: str) -> ImageSize:
     Raises:
         ValueError: if `word` is not a size.
     """
-    return size_of(*sides(word)) if re.fullmatch(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", word) else int(word)
+    return size_of(*sides(word)) if _SIDES.fullmatch(word) else int(word)

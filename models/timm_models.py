@@ -28,6 +28,8 @@ from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError, nearest, shown
 
+HUB_TIMEOUT_SECONDS = 5.0
+
 
 class WholeInputConv2d(nn.Conv2d):
     """A convolution that is computed as a matrix product if its kernel is as large as its input.
@@ -228,7 +230,7 @@ def offline_where_unreachable() -> AbstractContextManager[object]:
 
 def _hub_answers() -> bool:
     try:
-        get_session().head(huggingface_hub.constants.ENDPOINT, timeout=5.0)
+        get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_SECONDS)
     except Exception:  # for whatever reason, the hub was not reached
         return False
     return True

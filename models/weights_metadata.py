@@ -28,8 +28,14 @@ LEFT_OUT = ("image_channels", "embedding", "fit", "values", "decode")  # at thei
 LARGEST_HEADER = 16 * 2**20  # bytes; the names of the 21,841 classes of the full ImageNet take half a million
 LONGEST_NAME = 1000  # characters
 DEEPEST_EXTRA = 8  # levels
+LARGEST_STRIDE = 16
+LARGEST_EMBEDDING = 2**16
+LARGEST_RESIZE = 2 * LARGEST_IMAGE_SIZE
+LARGEST_MEAN, SMALLEST_STD, LARGEST_STD = 1e6, 1e-6, 1e6  # of pixels in 0..1
+INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 BYTES = "uint8"
 VALUE_TYPES = (BYTES, "uint16", "int16", "float32")
+PICTURE_CHANNELS = (1, 3, 4)  # gray, RGB, RGBA
 
 
 class WrongMetadata(ValueError):
@@ -96,9 +102,9 @@ class Description(_Section):
         for pair in strides.values():
             _check(isinstance(pair, list) and len(pair) == 2, "stem_stride_changed", pair, "[old, new]")
             for stride in pair:
-                _check_whole("stem_stride_changed", stride, 16)
+                _check_whole("stem_stride_changed", stride, LARGEST_STRIDE)
         _check_whole("image_channels", self.image_channels, MOST_IMAGE_CHANNELS)
-        _check_whole("embedding", self.embedding, 2**16, least=0)
+        _check_whole("embedding", self.embedding, LARGEST_EMBEDDING, least=0)
 
 
 @dataclass(frozen=True)
@@ -127,11 +133,11 @@ class Preprocessing(_Section):
     decode: str = ""
 
     def __post_init__(self) -> None:
-        _check_choice("interpolation", self.interpolation, ("bilinear", "bicubic", "nearest"))
+        _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
         _check_size("image_size", self.image_size, LARGEST_IMAGE_SIZE)
         if self.resize_size is not None:
-            _check_size("resize_size", self.resize_size, 2 * LARGEST_IMAGE_SIZE)
-        for name, low, high in (("mean", -1e6, 1e6), ("std", 1e-6, 1e6)):  # of values in 0..1
+            _check_size("resize_size", self.resize_size, LARGEST_RESIZE)
+        for name, low, high in (("mean", -LARGEST_MEAN, LARGEST_MEAN), ("std", SMALLEST_STD, LARGEST_STD)):
             numbers = getattr(self, name)
             # NaN is in no range
             is_right = isinstance(numbers, tuple) and 1 <= len(numbers) == self.channels
@@ -159,7 +165,7 @@ class Preprocessing(_Section):
     @property
     def takes_numbers(self) -> bool:
         """Whether the network takes arrays that are not 8-bit pictures."""
-        return self.values != BYTES or self.channels not in (1, 3, 4)  # gray, RGB, RGBA
+        return self.values != BYTES or self.channels not in PICTURE_CHANNELS
 
     def at_size(self, size: ImageSize) -> Preprocessing:
         """Return the preprocessing for square images of another size, keeping the same share of each image."""

@@ -33,6 +33,7 @@ from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.bad_images import bad_image_lines, check_bad_images
 from zerovision.training.data.loader import Loader, automatic_workers
+from zerovision.training.data.reader import Batch
 from zerovision.training.data.reading.sources import FileSource
 from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.engines.precision import resolve_precision, under_autocast
@@ -208,10 +209,7 @@ def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | No
         with torch.inference_mode():
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
                 logits, labels = network(batch.images), label_map[batch.labels]
-                known = torch.zeros_like(batch.weights, dtype=torch.bool)  # whether the model was trained on each image
-                if data.trained_images is not None and isinstance(dataset.source, FileSource):
-                    paths = [*dataset.source.images.paths(batch.indices.numpy())]
-                    known = torch.from_numpy(data.trained_images.contain(batch.digests, paths)).to(device)
+                known = _trained_on(data, batch).to(device)
                 fresh = batch.weights * ~known
                 plain.add(logits, labels, fresh, batch.indices)
                 trained_on.add(logits, labels, batch.weights * known, batch.indices)
@@ -234,6 +232,15 @@ def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | No
     apart, scores = trained_on.gather(world), plain.gather(world)
     averaged = of_views.gather(world) if views.are_several else None
     return scores if scores.samples else apart, averaged, apart if apart.samples else None
+
+
+def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:
+    """Return whether the model was trained on each image of a batch, bool [B]."""
+    source = data.datasets.val.source
+    if data.trained_images is None or not isinstance(source, FileSource):
+        return torch.zeros(len(batch.indices), dtype=torch.bool)
+    paths = [*source.images.paths(batch.indices.numpy())]
+    return torch.from_numpy(data.trained_images.contain(batch.digests, paths))
 
 
 def _output_folder(

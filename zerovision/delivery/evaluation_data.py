@@ -27,6 +27,7 @@ from zerovision.training.data.image_list import ListedImage, TrainedImages, desc
 from zerovision.training.tasks.labels import OneLabel, task_of
 
 NAMES_IN_MESSAGE = 5
+LOOKED_AT_PIXELS = 64  # larger images are decoded at about this size for an audit
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preproces
         choice: the user's settings that select the data.
         seen_as: preprocessing of the model that will see the data; None without a model.
     """
-    plain = Preprocessing(64, None, mean=(0.0,), std=(1.0,))  # larger images are decoded at about this size
+    plain = Preprocessing(LOOKED_AT_PIXELS, None, mean=(0.0,), std=(1.0,))
     options = dataclasses.replace(_data_options(seen_as or plain, config, choice, choice.data), task=config.task)
     if seen_as is not None:
         return options

@@ -33,9 +33,11 @@ from zerovision.training.data.reading.sources import Source
 from zerovision.training.observe.evaluation import check_replaceable, dense_confusion, read_scores
 from zerovision.training.observe.loggers.confusion import confusion_picture
 
+LARGEST_MATRIX = 1000  # classes; with more, neither a picture nor a table of all pairs is written
 THUMBNAIL_PIXELS = 128
 COLUMNS, TILE_GAP, LINE_PIXELS, FONT_PIXELS = 6, 8, 16, 12
 LONGEST_NAME = 18
+MOST_SECONDS_OF_REASONS, IMAGES_AT_A_TIME = 10.0, 8
 BLACK, WRONG = "black", "#b00020"
 
 
@@ -88,7 +90,7 @@ def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
 
 def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
     """Write the counts of all pairs of classes, or only of the pairs that occur if there are too many classes."""
-    if len(class_names) > 1000:
+    if len(class_names) > LARGEST_MATRIX:
         named = ([class_names[true], class_names[predicted], count] for true, predicted, count in cells)
         write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)
         return
@@ -124,10 +126,10 @@ def _write_reasons(
     folder: Path, facts: dict[str, Any], read_image: Callable[[int], torch.Tensor], explain: Explain
 ) -> None:
     """Write a picture of what led to the predicted class next to each sample's picture, until time runs out."""
-    end = time.monotonic() + 10.0  # seconds
+    end = time.monotonic() + MOST_SECONDS_OF_REASONS
     samples = [(kind, number, one) for kind in (WORST, TYPICAL) for number, one in enumerate(facts[kind])]
-    for start in range(0, len(samples), 8):
-        some = samples[start : start + 8]
+    for start in range(0, len(samples), IMAGES_AT_A_TIME):
+        some = samples[start : start + IMAGES_AT_A_TIME]
         if time.monotonic() > end:
             return
         images = [read_image(one["index"]) for _, _, one in some]

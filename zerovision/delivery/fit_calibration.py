@@ -29,6 +29,8 @@ from zerovision.training.tasks.scores import LOSS_UNIT, MOST_PROBABILITY_BYTES, 
 from zerovision.training.world.collectives import agreed, sum_over_ranks
 from zerovision.training.world.world import World
 
+TOLERANCE = 1e-6  # of the logarithm of the temperature
+
 
 def read_reject(given: str) -> tuple[float, bool]:
     """Return the number in a value of `--reject`, and whether it is a threshold rather than an accuracy.
@@ -134,7 +136,7 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
     low, high = math.log(LOWEST_TEMPERATURE), math.log(HIGHEST_TEMPERATURE)
     if slope(low) <= 0:
         return 1.0
-    return HIGHEST_TEMPERATURE if slope(high) >= 0 else math.exp(brentq(slope, low, high, xtol=1e-6))
+    return HIGHEST_TEMPERATURE if slope(high) >= 0 else math.exp(brentq(slope, low, high, xtol=TOLERANCE))
 
 
 def threshold_of(details: SampleScores, reject: str) -> float:

@@ -13,6 +13,7 @@ from zerovision.training.tasks.class_counts import ClassCounts
 
 CONFIDENCE = 0.95
 REACH = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # in standard errors
+TINY, HALVINGS = 1e-12, 50
 OF_CLASSES = ("macro_f1", "balanced_accuracy")
 
 Interval = tuple[float, float]
@@ -74,7 +75,7 @@ def of_difference(alone: int, other_alone: int, images: int) -> Interval:
         half = (2 * images - alone + other_alone) * difference - alone - other_alone
         root = math.sqrt(max(half**2 + 8 * images * other_alone * difference * (1 - difference), 0.0))
         variance = images * ((root - half) / (2 * images) + difference * (1 - difference))
-        return (alone - other_alone - images * difference) / math.sqrt(max(variance, 1e-12))
+        return (alone - other_alone - images * difference) / math.sqrt(max(variance, TINY))
 
     found = (alone - other_alone) / images
     return _root(lambda at: score(at) - REACH, -1.0, found), _root(lambda at: score(at) + REACH, found, 1.0)
@@ -82,7 +83,7 @@ def of_difference(alone: int, other_alone: int, images: int) -> Interval:
 
 def _root(falling: Callable[[float], float], low: float, high: float) -> float:
     """Return the zero of a decreasing function, by bisection."""
-    for _ in range(50):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)
     return middle

@@ -32,6 +32,8 @@ from zerovision.training.data.reading.sources import FileSource, Source, digest_
 from zerovision.training.data.tar_shards import FACTS, LABEL, TAR
 from zerovision.training.observe.loggers.text import open_console
 
+PNG_CHANNELS = (1, 3)
+
 
 class Packed(NamedTuple):
     """The number of images and of tar files that were written, and the total size of the tar files in bytes."""
@@ -120,7 +122,7 @@ def _sample(source: Source, index: int) -> tuple[str, str, bytes]:
         content = source.images.content(index)
         return path, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # readers detect the format
     image = source.read(index)
-    if source.values != BYTES or image.shape[0] not in (1, 3):
+    if source.values != BYTES or image.shape[0] not in PNG_CHANNELS:
         raise UserError(f"{image.shape[0]}-channel images of {source.values} cannot be packed: keep the arrays.")
     stream = io.BytesIO()
     to_pil_image(image).save(stream, "PNG")

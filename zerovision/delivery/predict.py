@@ -45,7 +45,11 @@ from zerovision.training.tasks.labels import task_of
 from zerovision.training.world.preserved_process import preserved_torch_settings
 from zerovision.training.world.world import use_exact_fp32
 
+STDIN = "-"
+STDIN_NAME = "standard input"
+WIDEST = 10_000  # characters per line of a table in a file
 OF_ENDING = {".csv": "csv", ".json": "json", ".jsonl": "json"}
+LONGEST_NAME = 100  # characters of an image's name in the name of its picture
 
 _SETTINGS = threading.Lock()  # guards PyTorch's global settings, which concurrent predictions would otherwise overwrite
 
@@ -217,18 +221,10 @@ def _top_classes(
 
 def _list_images(given: Iterable[str | Path], extensions: Sequence[str]) -> Iterator[Entry]:
     for word in map(str, given):
-        if word == "-":
+        if word == STDIN:
             yield from _from_stdin(sys.stdin.buffer.read(MAX_FILE_BYTES + 1))
         elif is_folder(word):
-            found = False
-            for path in _files_below(word):
-                if Path(path).suffix.lower() in extensions:
-                    found = True
-                    yield path, None
-            if not found:
-                raise UserError(
-                    f"there is no image in the folder '{word}': expected names that end in {either(extensions)}."
-                )
+            yield from ((path, None) for path in _below(word, extensions))
         else:
             yield word, None
 
@@ -244,13 +240,24 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
     except Exception:  # Pillow may raise any exception for data that only starts like an image
         is_image = True
     if is_image:
-        yield "standard input", content
+        yield STDIN_NAME, content
         return
     lines = os.fsdecode(content).split("\n")  # unlike splitlines, this splits only at line feeds
     paths = [path for line in lines if (path := line.removesuffix("\r"))]
     if not paths:
         raise UserError("standard input is empty: '-' reads one image, or a list of paths, one per line.")
     yield from ((path, None) for path in paths)
+
+
+def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
+    """Yield the images in a folder and its subfolders."""
+    found = False
+    for path in _files_below(folder):
+        if Path(path).suffix.lower() in extensions:
+            found = True
+            yield path
+    if not found:
+        raise UserError(f"there is no image in the folder '{folder}': expected names that end in {either(extensions)}.")
 
 
 def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
@@ -334,7 +341,7 @@ def saving_pictures(predictions: Iterator[Prediction], folder: Path) -> Iterator
     """
     for number, one in enumerate(predictions, 1):
         if one.picture is not None:
-            name = f"{number:05}-{Path(one.image).stem[:100]}.png"
+            name = f"{number:05}-{Path(one.image).stem[:LONGEST_NAME]}.png"
             with errors_of_writing(folder, "Use another --explain folder."):
                 folder.mkdir(parents=True, exist_ok=True)
                 with replacing(folder / name) as temporary:
@@ -381,7 +388,7 @@ def _write_table(predictions: Iterator[Prediction], stream: TextIO, top_k: int) 
         then = [text for label, text in zip(one.labels, shown, strict=True) if label not in told]
         table.add_row(*first, *[", ".join(then)] * (top_k > 1))
     if table.row_count:
-        width = None if stream.isatty() else 10_000  # nothing is truncated without a terminal
+        width = None if stream.isatty() else WIDEST  # nothing is truncated without a terminal
         Console(file=stream, width=width, highlight=False, markup=False, emoji=False).print(table)
 
 

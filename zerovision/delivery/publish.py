@@ -55,10 +55,12 @@ from zerovision.training.recipe.settings import RecipeSettings
 from zerovision.training.tasks.labels import task_of
 from zerovision.training.tasks.settings import TaskSettings
 
+TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 MARK = (
     "<!-- Written by zerovision at the end of the run; delete this line, and no later run overwrites your changes. -->"
 )
 TO_FILL = "to-be-filled-in"
+CLASSES_SHOWN = 50
 ALWAYS_SHOWN = (
     *("epochs", "batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "base_batch_size"),
     *("schedule", "warmup_epochs", "final_learning_rate_scale", "weight_decay", "gradient_clipping"),
@@ -104,8 +106,7 @@ def write_model_card(run: Path) -> Path | None:
         "name": name_alone,
         "percent": percent,
     }
-    template = Path(__file__).with_name("model_card.md.j2")
-    text = jinja.from_string(template.read_text(encoding="utf-8")).render(
+    text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,
         front_matter=_front_matter(run.name, config, description, [files.scores, files.test_scores]),
@@ -114,7 +115,7 @@ def write_model_card(run: Path) -> Path | None:
         run=files,
         thresholds=task_of(metadata).thresholds,
         metadata=metadata,
-        classes_shown=50,
+        classes_shown=CLASSES_SHOWN,
         preprocessing=json.dumps(preprocessing.to_dict()),
         image="image.npy" if preprocessing.takes_numbers else "photo.jpg",
         divisor=0 if preprocessing.values == BYTES else DIVISORS[preprocessing.values],
@@ -137,7 +138,7 @@ def recipe_names(config: TrainConfig) -> list[str]:
         field.name: field for kind in (TaskSettings, RecipeSettings, DataSettings) for field in dataclasses.fields(kind)
     }
     chosen = [name for name, field in fields.items() if getattr(config, name) != field.default]
-    return [*ALWAYS_SHOWN, *(name for name in chosen if name not in {*NOT_RECIPE, *ALWAYS_SHOWN})]
+    return [*ALWAYS_SHOWN, *(name for name in chosen if name not in NOT_RECIPE.union(ALWAYS_SHOWN))]
 
 
 def _front_matter(

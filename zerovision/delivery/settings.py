@@ -25,9 +25,9 @@ from zerovision.training.data import BAD_IMAGES_USAGE, DATASETS
 from zerovision.training.data.settings import MOST_MEGAPIXELS
 
 LARGEST_TOP_K = 1000
-MOST_IMAGES = 10**6
-SPLITS = ("auto", "val", "test", "train", "all")
+MOST_IMAGES, MOST_THREADS, LARGEST_SHARD_MB = 10**6, 256, 100_000
 USAGES = ", ".join(entry.usage for entry in DATASETS.values())
+SPLITS = ("auto", "val", "test", "train", "all")
 DEVICES = ("cpu", "cuda")
 OF_DATASETS = "Folder for torchvision's data sets; default: as in the run."
 OF_DEVICE = "Device to use; default: a GPU if there is one."
@@ -162,7 +162,7 @@ class ExportSettings(ImageSettings, ModelSettings):
         1.0, 0.0, 100.0, "Percentage points of top-1 accuracy that the file may lose.", kind="percentage points"
     )
     batch_size: int = number(64, 1, LARGEST_BATCH, "Maximum number of images per forward pass.")
-    threads: int = number(1, 1, 256, "Number of threads for onnxruntime.")
+    threads: int = number(1, 1, MOST_THREADS, "Number of threads for onnxruntime.")
     split: ClassVar = "val"
 
     def look(self) -> None:
@@ -221,5 +221,5 @@ class PackSettings(CommandSettings):
 
     data: str = word("DATA", "Data set to pack: any value of the trainer's --data.")
     output: str = word("OUT", "New folder for the tar files.")
-    shard_mb: int = number(256, 1, 100_000, "Approximate size of each tar file, in megabytes.")
+    shard_mb: int = number(256, 1, LARGEST_SHARD_MB, "Approximate size of each tar file, in megabytes.")
     training_words: tuple[str, ...] = words_behind(takes_trainers=True)

@@ -15,6 +15,8 @@ from zerovision.training.base.run_folder import CONFIG, WEIGHTS, log_folder
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.file import read_values
 
+PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and its older format
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -124,8 +126,7 @@ def _check_is_safetensors(path: Path) -> None:
             start = stream.read(9)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
-    # torch.save writes a zip archive since PyTorch 1.6, and wrote a plain pickle before.
-    if start.startswith((b"PK\x03\x04", b"\x80")) and start[8:] != b"{":
+    if start.startswith(PICKLE_STARTS) and start[8:] != b"{":
         raise UserError(f"'{path}' is a pickle, which could run code when it is loaded: use a run, or its {WEIGHTS}.")
     if start[8:] != b"{":
         raise UserError(f"'{path}' is not a safetensors file: use a run, or its {WEIGHTS}.")

@@ -46,6 +46,11 @@ class StepDifference(NamedTuple):
     tensors: list[str]
     parameters: int
 
+    @property
+    def differs(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.leaves or self.tensors)
+
 
 class Difference(NamedTuple):
     """The result of comparing two runs.
@@ -90,7 +95,7 @@ def compare(first: Path, second: Path) -> Difference:
         if one["weights"].keys() != other["weights"].keys():
             raise UserError(f"{first.name} and {second.name} train different networks: parameters differ by name.")
         found = compare_step(one, other)
-        if found.leaves or found.tensors:
+        if found.differs:
             return Difference(len(steps), last_equal, settings, step, found)
         last_equal = step
     return Difference(len(steps), last_equal, settings)

@@ -45,6 +45,8 @@ from zerovision.training.world.launchers import data_ranks
 from zerovision.training.world.preserved_process import preserved_process
 from zerovision.training.world.world import start_world
 
+MOST_PICTURES = 600  # on one sheet
+
 
 @dataclass
 class WatchedStep:
@@ -221,7 +223,7 @@ def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
                 labels = {label: share for label, share in shares if share}
             name = data.train.source.name(int(batch.indices[slot]))
             samples.append({"name": name, "labels": labels, "weight": weight, "loss": loss})
-            if len(pictures) < 600:  # on one sheet
+            if len(pictures) < MOST_PICTURES:
                 pixels = unnormalized(batch.images[slot].float().cpu(), data.preprocessing).clamp(0, 1)
                 captions = (printable(Path(name).name)[-LONGEST_NAME:], printable(", ".join(labels))[:LONGEST_NAME])
                 picture = thumbnail((255 * pixels).round().to(torch.uint8))

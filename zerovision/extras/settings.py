@@ -21,6 +21,8 @@ from zerovision.training.config.command_settings import (
 )
 from zerovision.training.data.settings import MOST_MEGAPIXELS
 
+MOST_STEPS, LARGEST_PORT = 10**9, 65535
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditSettings(CommandSettings):
@@ -61,7 +63,7 @@ class ServeSettings(ModelSettings):
     """
 
     host: str = text("Address or host name to listen on; default: only this machine.", default="127.0.0.1")
-    port: int = number(8000, 0, 65535, "Port to listen on; 0: any free port.")
+    port: int = number(8000, 0, LARGEST_PORT, "Port to listen on; 0: any free port.")
     top_k: int = number(5, 1, LARGEST_TOP_K, "Number of labels to show for each image.")
     device: str = choice("", DEVICES, OF_DEVICE)
     max_megapixels: int = number(0, 1, MOST_MEGAPIXELS, OF_MEGAPIXELS)
@@ -78,7 +80,7 @@ class ReplaySettings(CommandSettings):
     """
 
     run: str = word("RUN", "A run's name or folder, which is not changed.")
-    step: int = number(None, 1, 10**9, "Optimizer step to repeat, counted from 1.")
+    step: int = number(None, 1, MOST_STEPS, "Optimizer step to repeat, counted from 1.")
     output: str = text("New folder for the files; default: replay-STEP in the run's folder.")
 
     def look(self) -> None:

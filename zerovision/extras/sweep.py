@@ -45,7 +45,14 @@ from zerovision.training.world.signals import handling_stop_signals
 LAUNCHER = LAUNCH / "launch.py"
 SCRIPT, MULTI_NODE = "launch_distributed.sh", "launch_multi_node.sh"
 MOST_TRIALS = 1000
+POLL_SECONDS = 0.2
+PLACES = 3  # significant digits of a drawn number
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_VARIED = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", re.DOTALL)
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+_RANGE = re.compile(rf"(.*:)?{_NUMBER}\.\.{_NUMBER}(:log)?")
 LINE = "sweep.json"
+OF_LINE = ("name", "words", "vary", "trials", "halving", "seed")  # fields that identify a sweep
 KEPT = ("epochs", "score", "state", "seconds")  # fields of a trial that are saved for the next start
 FAILED = "exit code"  # start of a failed trial's state
 REPEATS = ("seed", "split-seed", "folds")  # flags whose values are averaged over, not compared
@@ -225,7 +232,7 @@ class RunningSweep:
             if not is_asked and (self._is_stopped or (until < self.epochs and len(epochs.look()) >= until)):
                 process.send_signal(signal.SIGTERM)  # the checkpoint keeps steps past the epoch
                 is_asked = True
-            time.sleep(0.2)
+            time.sleep(POLL_SECONDS)
         trial.seconds += time.monotonic() - start
         trial.epochs, trial.score = _progress(trial.folder)
         if process.returncode == DIVERGED_EXIT_CODE:
@@ -247,7 +254,7 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
     Raises:
         UserError: for anything that the trainer would reject, or if another sweep has the same name.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", sweep.name):
+    if not _NAME.fullmatch(sweep.name):
         raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
     arguments = read_arguments(SCRIPT, sweep.words, {})
     config = check_training(arguments.training)
@@ -290,15 +297,14 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
 
 def _line_of(sweep: SweepSettings) -> dict[str, Any]:
     """Return what identifies the sweep, as JSON."""
-    names = ("name", "words", "vary", "trials", "halving", "seed")
-    return json.loads(json.dumps({name: getattr(sweep, name) for name in names}))
+    return json.loads(json.dumps({name: getattr(sweep, name) for name in OF_LINE}))
 
 
 def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
     """Yield the values of each trial by flag."""
     varied: dict[str, Any] = {}
     for text in sweep.vary or ():
-        found = re.fullmatch(r"(?:--)?([a-z][a-z0-9_-]*)=(.+)", text, re.DOTALL)
+        found = _VARIED.fullmatch(text)
         if not found or found[1] in varied:
             raise UserError(f"--vary {shown(text)}: expected FLAG=VALUE,VALUE or FLAG=LOW..HIGH[:log], each flag once.")
         varied[found[1]] = _values(found[1], found[2])
@@ -318,8 +324,7 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
 
 def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
     """Return the values of a list, or a function that draws from a range."""
-    number = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
-    if not (found := re.fullmatch(rf"(.*:)?{number}\.\.{number}(:log)?", text)):
+    if not (found := _RANGE.fullmatch(text)):
         return text.split("|" if "|" in text else ",")
     before, *ends, is_log = found.groups(default="")  # keep what precedes the range, as in loss=bce:0.1..0.5
     low, high = map(float, ends)
@@ -331,7 +336,7 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
         if is_whole and not is_log:
             return f"{before}{draws.randint(int(low), int(high))}"
         value = math.exp(draws.uniform(math.log(low), math.log(high))) if is_log else draws.uniform(low, high)
-        return before + (str(round(value)) if is_whole else f"{value:.3g}")
+        return before + (str(round(value)) if is_whole else f"{value:.{PLACES}g}")
 
     return draw
 

@@ -18,6 +18,8 @@ from zerovision.delivery.views import probabilities_of
 from zerovision.training.base.units import percent, plural
 
 SMALL_BATCHES = (1, 2)
+ROUNDING = 1e-9  # allowance in points, because 1.0 - 0.99 is slightly more than 0.01
+TIMED_RUNS = 20
 
 
 # fp32 has 24 significant bits (2^-24 = 6e-8). Kernels differ in the order in which they sum several thousand products,
@@ -42,6 +44,9 @@ TOLERANCES: dict[str, tuple[float | None, float | None, float]] = {
     "fp32 of pictures": (2**-5, 2**-5, 1e-4),  # without AVX2, PyTorch may round a resized pixel differently
     "bf16 of pictures": (2**-2, 2**-4, 1e-4),
 }
+SMALLEST_PROBABILITY = 1e-12  # smaller probabilities are raised to this value before taking the logarithm
+MOST_LEVELS = 1.01  # number of levels, of 255, by which a preprocessed pixel may differ
+PIXELS_AT_A_TIME = 2**23
 
 
 @dataclass(frozen=True)
@@ -139,10 +144,10 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
             rows[shape].append(place)
         answers = torch.empty(len(pictures), check.logits.shape[1])
         for shape, places in rows.items():  # pictures of the same size form a batch
-            for part in torch.tensor(places).split(max(1, 2**23 // shape.numel())):
+            for part in torch.tensor(places).split(max(1, PIXELS_AT_A_TIME // shape.numel())):
                 batch = torch.stack([pictures[place] for place in part])
                 off = float(((module.prepared(batch) - check.images[numbers[part, 0]]) * levels).abs().max())
-                if not off <= 1.01:
+                if not off <= MOST_LEVELS:
                     raise ExportRefused(
                         f"not exported: a pixel that the network sees is off by {off:.3g} of 255 levels, more than 1. "
                         "Nothing was written."
@@ -179,7 +184,7 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
     # rounding (to 2^-9 of a weight in bf16, or to a level in int8). So losing one image is no reason to refuse.
     is_coarse = max_accuracy_loss > 0 and agreement.images < 100
     allowed = max(max_accuracy_loss, 100 / agreement.images) if is_coarse else max_accuracy_loss
-    if not agreement.points_lost <= allowed + 1e-9:  # 1.0 - 0.99 is slightly more than 0.01
+    if not agreement.points_lost <= allowed + ROUNDING:
         raise ExportRefused(
             f"not exported: {agreement.describe_loss(precision)}, more than the {max_accuracy_loss:g} allowed. "
             "Nothing was written: use another --precision, or a larger --max-accuracy-loss."
@@ -192,12 +197,12 @@ def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: i
     The images, float32 [N, C, S, S], are repeated if there are too few for a batch.
     """
     batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
-    seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=20)
+    seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=TIMED_RUNS)
     return 1e3 * statistics.median(seconds) / batch_size
 
 
 def _logarithms(probabilities: torch.Tensor) -> torch.Tensor:
-    return probabilities.clamp(min=1e-12).log()
+    return probabilities.clamp(min=SMALLEST_PROBABILITY).log()
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -23,7 +23,7 @@ from torch import nn
 
 from zerovision.delivery.evaluation_data import EvaluationData
 from zerovision.delivery.export.output_folder import describe_use
-from zerovision.delivery.export.pictures import FromPictures
+from zerovision.delivery.export.pictures import EXAMPLE, FromPictures
 from zerovision.delivery.settings import ExportSettings
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError
@@ -36,6 +36,7 @@ from zerovision.training.tasks.labels import OneLabel
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 MAX_BYTES = 2 * 10**9  # of float32 images to keep in memory
+FACTS = "zerovision.json"  # stored with the graph inside a .pt2 file
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class ExportJob:
         """Return two images to trace the network with; a batch size of 1 would become a constant."""
         preprocessing: Preprocessing = self.metadata["preprocessing"]
         if isinstance(self.module, FromPictures):
-            return torch.zeros(2, 37, 53, preprocessing.channels, dtype=torch.uint8)  # so would sides that are equal
+            return torch.zeros(*EXAMPLE, preprocessing.channels, dtype=torch.uint8)
         return torch.zeros(2, *preprocessing.shape)
 
     @property
@@ -218,7 +219,7 @@ def write_torch_export(job: ExportJob, path: Path) -> None:
         program = torch.export.export(module, (job.example(),), dynamic_shapes=job.free_sides)
     facts = {**job.use(), "origin": job.origin}
     stream = io.BytesIO()  # on a full disk, torch's own writer may raise errors other than OSError
-    torch.export.save(program, stream, extra_files={"zerovision.json": json.dumps(facts)})
+    torch.export.save(program, stream, extra_files={FACTS: json.dumps(facts)})
     path.write_bytes(stream.getbuffer())
 
 

@@ -26,9 +26,14 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes
 
 MAX_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB, and the graph needs a part of that
+FOLD_BYTES = 2**31  # fold constants of any size
+ERRORS_ONLY = 3  # onnxruntime's log levels: 2 warnings, 3 errors
+
+
 STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # quantized if the second operand is a constant
 # Operators that pass 8-bit values on unchanged; they are quantized only after a quantized layer.
 PASSING_OPERATORS = ("Relu", "Clip", "MaxPool", "Reshape", "Transpose", "Flatten")
+CALIBRATION_BATCH = 32
 
 
 def write_onnx(job: ExportJob, path: Path) -> Path | None:
@@ -64,7 +69,7 @@ def open_onnx(path: Path, threads: int) -> Forward:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors, without warnings
+    options.log_severity_level = ERRORS_ONLY
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(images: torch.Tensor) -> torch.Tensor:
@@ -98,7 +103,7 @@ def export_graph(job: ExportJob) -> ModelProto:
         )
     assert program is not None  # without a file name, the exporter returns the program
     # Nodes in the graph assemble an LSTM's weights from PyTorch's; folding turns the weights into constants again.
-    model = optimizer.optimize(program.model_proto, input_size_limit=2**31, output_size_limit=2**31)
+    model = optimizer.optimize(program.model_proto, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES)
     graph = model.graph
     # The exporter notes where each node comes from, such as in stack traces with paths on this machine.
     for entry in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
@@ -172,7 +177,7 @@ class _CalibrationBatches(CalibrationDataReader):
     """Supplies images in batches to onnxruntime's calibration."""
 
     def __init__(self, images: torch.Tensor) -> None:
-        self._batches = images.split(32)
+        self._batches = images.split(CALIBRATION_BATCH)
         self.set_range(0, len(self._batches))
 
     def __len__(self) -> int:

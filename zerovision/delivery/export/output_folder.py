@@ -17,7 +17,7 @@ from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.tasks.labels import THRESHOLDS, task_of
 
 PREPROCESSING = "preprocessing.json"
-INPUT_NAME = "images"
+INPUT_NAME, OUTPUT_NAME = "images", "logits"
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by number of channels; for arrays, only the user knows the channels
 DIVISORS = {"uint8": 255, "uint16": 65535, "int16": 32767, "float32": 1}
 # This text is the same for every model; its names refer to the values next to it in the JSON file.
@@ -84,7 +84,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
             "layout": "NCHW",
         },
         "output": {
-            "name": "logits",
+            "name": OUTPUT_NAME,
             "dtype": "float32",
             "shape": ["batch", len(metadata["class_names"])],
             "probabilities": task.output,

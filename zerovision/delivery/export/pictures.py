@@ -23,6 +23,10 @@ from zerovision.training.data.augment import FILTERS, resize_weights
 from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.tasks.labels import task_of
 
+PICTURES, ANSWERS = "pictures", ("probabilities", "class")
+WEIGHT_BITS, MOST_WEIGHT_BITS = 15, 22  # bits of PyTorch's integer weights, without the sign; bits of their fractions
+EXAMPLE = (2, 37, 53)  # pictures, height and width; sizes that are 1 or equal would become constants
+
 
 class FromPictures(nn.Module):
     """Wraps a network with the steps that `predict` performs before and after it.
@@ -113,9 +117,8 @@ class FromPictures(nn.Module):
         inside = torch.cat([torch.minimum(positions.clamp(min=0), resized - 1), torch.zeros_like(positions[:1])])
         mode = InterpolationMode(self.preprocessing.interpolation)
         weights = resize_weights(pixels, step * (inside + 0.5), step.clamp(min=1), mode)
-        # PyTorch's integer weights have 15 bits without the sign; at most 22 bits are of a fraction.
-        bits = ((2**15 - 0.5) / weights.max()).log2().ceil() - 1
-        one = torch.exp2(bits.clamp(max=22))
+        bits = ((2**WEIGHT_BITS - 0.5) / weights.max()).log2().ceil() - 1
+        one = torch.exp2(bits.clamp(max=MOST_WEIGHT_BITS))
         return ((weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc() / one).float()[:-1]
 
     def describe(self, use: dict[str, Any]) -> dict[str, Any]:
@@ -123,10 +126,10 @@ class FromPictures(nn.Module):
         output = {key: value for key, value in use["output"].items() if key != "probabilities"}
         shape = ["batch", "height", "width", self.preprocessing.channels]
         return use | {
-            "input": {"name": "pictures", "dtype": "uint8", "shape": shape, "layout": "NHWC"},
-            "output": output | {"name": "probabilities"},
+            "input": {"name": PICTURES, "dtype": "uint8", "shape": shape, "layout": "NHWC"},
+            "output": output | {"name": ANSWERS[0]},
             "class": {
-                "name": "class",
+                "name": ANSWERS[1],
                 "dtype": "int64",
                 "shape": ["batch"],
                 "threshold": self.calibration.threshold if self.calibration else 0.0,

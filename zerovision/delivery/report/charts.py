@@ -14,7 +14,11 @@ from zerovision.delivery.report.run_files import CPUS, CURVES, SYSTEM, History
 from zerovision.training.base.points import IN_EVERY_LINE, SCORE_NAMES, merit, score_in
 
 Chart = dict[str, Any]  # the result of `draw`
+POINTS_PER_CHART = 1600  # over all lines; each point takes about 25 bytes on the page
 VIEW = 1000  # side of the SVG's coordinate system, which is stretched to the chart's size
+MOST_DOTS = 60
+TABLE_ROWS = 32
+LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value
 LABEL_GAP = 8.0  # percent of the chart's height between two labels at its right edge
 
 
@@ -60,7 +64,7 @@ class Frame(NamedTuple):
         marks: values of x to mark.
         is_percent: whether the values are shares in 0..1 to show as percentages.
         from_zero: whether the vertical axis starts at 0. Otherwise, unless the values are percentages, the axis is
-            logarithmic if the values span more than a factor of 50.
+            logarithmic if the values span more than a factor of `LOG_SCALE_FROM`.
         is_x_log: whether the horizontal axis is logarithmic; otherwise, it starts at 0.
     """
 
@@ -84,7 +88,7 @@ class Frame(NamedTuple):
         start = 0.0 if self.from_zero else low
         if self.is_percent:
             return linear_axis(start, high, lambda share: f"{100 * share:.4g}{THIN}%", highest=1.0)
-        if not self.from_zero and low > 0 and high / low > 50:
+        if not self.from_zero and low > 0 and high / low > LOG_SCALE_FROM:
             return log_axis(low, high)
         return linear_axis(start, high, plain)
 
@@ -101,7 +105,7 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
     Returns:
         The values for the template, and `data` for report.js; None if no line has a finite point.
     """
-    columns = max(1600 // (2 * max(len(lines), 1)), 16)  # 1600 points of about 25 bytes, over all lines
+    columns = max(POINTS_PER_CHART // (2 * max(len(lines), 1)), 16)
     lines = [thin(line, columns) for line in lines if np.isfinite(line.y).any()]
     if not lines:
         return None
@@ -184,7 +188,7 @@ def _drawn(line: Line, x_axis: Axis, y_axis: Axis, write: Callable[[float], str]
     points = [f"{_coordinate(x)} {_coordinate(y)}" for x, y in zip(across, down, strict=True)]
     follows = np.append(False, finite[:-1])[finite]  # whether the previous point is also finite
     path = "".join(f"{'L' if draws else 'M'}{point}" for point, draws in zip(points, follows, strict=True))
-    has_dots = len(finite) == 1 or (len(finite) <= 60 and not line.is_faint)
+    has_dots = len(finite) == 1 or (len(finite) <= MOST_DOTS and not line.is_faint)
     return line._asdict() | {
         # A screen cannot show more than five digits; JSON has no NaN.
         "x": [float(f"{x:.5g}") for x in line.x],
@@ -212,7 +216,7 @@ def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str,
     """
     candidates = sorted((np.unique(line.x) for line in lines), key=len)
     places = next((found for found in candidates if len(found) > 2), candidates[0])
-    chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), 32)).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), TABLE_ROWS)).round().astype(int))
     rows = [[number(place) if place % 1 else plain(place)] for place in places[chosen].tolist()]
     for line in lines:
         values = np.append(math.nan, line.y)[np.searchsorted(line.x, places[chosen], side="right")]
@@ -237,6 +241,7 @@ OVERLAID = {
     "gradient_norm": "Gradient norm",
 }
 FROM_ZERO = ("learning_rate", "images_per_second")
+SHARES = ("val_top1", "train_top1", "val_top5")
 
 
 def single_run_charts(history: History) -> list[Chart]:
@@ -305,7 +310,7 @@ def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[
             _line(history, key, name, run % STYLES + 1, f"run{run}")
             for run, (history, name) in enumerate(zip(histories, names, strict=True))
         ]
-        charts.append(draw(key, title, lines, Frame(from_zero=key in FROM_ZERO, is_percent="_top" in key)))
+        charts.append(draw(key, title, lines, Frame(from_zero=key in FROM_ZERO, is_percent=key in SHARES)))
     return [chart for chart in charts if chart is not None]
 
 

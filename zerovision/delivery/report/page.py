@@ -15,7 +15,7 @@ from zerovision.delivery import pages
 from zerovision.delivery.pages import clip, number, plural
 from zerovision.delivery.report import run_facts
 from zerovision.delivery.report.charts import STYLES, overlaid_charts, rate_search_chart, single_run_charts
-from zerovision.delivery.report.per_class import calibration_chart, class_table, confusion, sample_images
+from zerovision.delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, sample_images
 from zerovision.delivery.report.run_facts import find_incidents
 from zerovision.delivery.report.run_files import names_of, read_run
 from zerovision.delivery.settings import ReportSettings
@@ -33,7 +33,16 @@ from zerovision.training.base.run_folder import (
     WORST,
 )
 
+RELOAD_SECONDS = 4
 MOST_RUNS = STYLES  # so that no two lines look the same
+MOST_RUNS_WITH_MATRIX = 4
+IMAGES_OF_ALL_RUNS = 32  # sample images of each kind
+POLL_SECONDS = 2.0
+LARGEST_SHARE_OF_TIME = 0.1  # of the time may be spent on writing, because training needs the processor
+# A run writes its evaluation after its last log line, so the page is rewritten until the files stop changing.
+POLLS_AFTER_THE_END = 3
+POLLS_WITHOUT_CHANGE = 30  # then the page is rewritten, because the run may have crashed
+SIGNIFICANT = 0.05  # p-value below which two runs are reported to differ
 
 
 def run(settings: ReportSettings) -> int:
@@ -71,7 +80,7 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
         _page_run(place, name, folder, len(folders))
         for place, (name, folder) in enumerate(zip(names_of(folders), folders, strict=True))
     ]
-    is_running = any(run["status"].word in ("running", "not started") for run in runs)
+    is_running = any(run["status"].is_running for run in runs)
     page = _render(runs, compare(folders), is_live=is_watched and is_running).encode("utf-8", errors="replace")
     with errors_of_writing(output, "Use another --output file."):
         if output.is_dir():
@@ -98,13 +107,11 @@ def watch(folders: Sequence[Path], output: Path) -> None:
     writing_seconds = time.perf_counter() - start
     print(f"watching (Ctrl-C to stop): open {output}")
     try:
-        # A run writes its evaluation after its last log line, so watching goes on until the files stop changing.
-        while is_running or unchanged < 3:
-            # At most a tenth of the time may be spent on writing, because training needs the processor.
-            time.sleep(max(2.0, 10 * writing_seconds))
+        while is_running or unchanged < POLLS_AFTER_THE_END:
+            time.sleep(max(POLL_SECONDS, writing_seconds / LARGEST_SHARE_OF_TIME))
             now = _signature(folders)
             seen, unchanged = now, unchanged + 1 if now == seen else 0
-            if unchanged % 30 == 0:  # sometimes also without a change, because the run may have crashed
+            if unchanged % POLLS_WITHOUT_CHANGE == 0:
                 start = time.perf_counter()
                 is_running = write_report(folders, output, is_watched=True)
                 writing_seconds = time.perf_counter() - start
@@ -134,7 +141,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
     shown |= {"history": history, "settings": run_facts.settings(run), "evaluation": None}
     with _damage_named(folder / LEARNING_RATE):
         shown["rate_search"] = rate_search_chart(run.rate_search)
-    most = min(24, 32 // runs)  # sample images of each kind, so that a page of many runs stays small
+    most = min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)
     with _damage_named(folder / EVALUATION / SCORES):
         shown["figures"] = [*run_facts.key_figures(run)]
         if run.scores is not None:
@@ -143,7 +150,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
                 "calibration": calibration_chart(f"calibration-{key}", run.scores),
                 "confusion": None
                 if "task" in run.scores  # several labels per image: no confusion matrix
-                else confusion(run.scores, with_matrix=runs <= 4),
+                else confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
                 "images": sample_images(folder, run.scores, WORST, most),
                 "typical": sample_images(folder, run.scores, TYPICAL, most),
             }
@@ -173,7 +180,7 @@ def _render(runs: Sequence[dict[str, Any]], comparisons: Sequence[str], *, is_li
     charts = single_run_charts(histories[0]) if is_single else overlaid_charts(histories, names)
     charts += [runs[0]["rate_search"]] if is_single and runs[0]["rate_search"] else []
     calibrations = [run["evaluation"]["calibration"] for run in runs if run["evaluation"]]
-    reload_seconds = 4 if is_live else 0
+    reload_seconds = RELOAD_SECONDS if is_live else 0
     return pages.render(
         pages.TEMPLATE / "report.html",
         pages.TEMPLATE / "report.js",
@@ -240,7 +247,7 @@ def _compare(name: str, judged: Judged | None, other_name: str, other: Judged | 
     if (judged.images, len(judged.right)) != (other.images, len(other.right)):
         return f"{pair} are not compared: they were evaluated on different images."
     alone, other_alone, chance = mcnemar(judged.right, other.right)
-    verdict = "differ" if chance < 0.05 else "do not differ significantly"
+    verdict = "differ" if chance < SIGNIFICANT else "do not differ significantly"
     return (
         f"{pair} {verdict}: of {plural(len(judged.right), 'image')}, {name} alone is right on {alone} and {other_name} "
         f"alone on {other_alone} (McNemar's exact test, p = {number(chance, 2)})."

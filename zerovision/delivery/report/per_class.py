@@ -15,9 +15,19 @@ from zerovision.delivery.report.charts import Chart, Frame, Line, draw
 from zerovision.training.base.run_folder import EVALUATION, WHY, WORST
 from zerovision.training.data.reading.files import ImageError, read_file
 
+MOST_CLASSES_LISTED = 200
+CLASSES_LISTED_OF_MANY = 100
+LARGEST_MATRIX = 40  # classes
+MOST_PAIRS = 20
+SHADES = 10
+MOST_IMAGES = 24
+LARGEST_PNG_BYTES = 6_000  # larger files are converted to JPEG
+IMAGE_PIXELS = 128
+JPEG_QUALITY = 80
+
 
 def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores per class; with more than 200 classes, only the 100 with the lowest F1.
+    """Return the scores per class; with more than `MOST_CLASSES_LISTED` classes, only the classes with the lowest F1.
 
     Returns:
         `rows` of (name, images, predictions, precision, recall, F1), `averages` of (name, precision, recall, F1), and
@@ -25,8 +35,8 @@ def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
     """
     keys = ("support", "predicted", "precision", "recall", "f1")
     rows = [(clip(str(one["name"])), *(one[key] for key in keys)) for one in scores["classes"]]
-    many = len(rows) > 200
-    shown = sorted(rows, key=lambda row: row[-1])[:100] if many else rows
+    many = len(rows) > MOST_CLASSES_LISTED
+    shown = sorted(rows, key=lambda row: row[-1])[:CLASSES_LISTED_OF_MANY] if many else rows
     averages = [
         (name, *(float(scores[average][key]) for key in keys[2:]))
         for average, name in (("macro", "mean of the classes"), ("weighted", "mean, weighted by images"))
@@ -39,7 +49,7 @@ def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> dict[st
 
     Returns:
         `names` of the classes; `matrix`, which is empty or has a row for each true class with (images, shade from 0 to
-        10) for each predicted class; `pairs` of (true class, predicted class, images, share of the true class);
+        `SHADES`) for each predicted class; `pairs` of (true class, predicted class, images, share of the true class);
         the number of pairs that are `left_out`; the number of `misclassified` images.
     """
     names = [clip(str(one["name"])) for one in scores["classes"]]
@@ -49,13 +59,13 @@ def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> dict[st
     mistakes.sort(key=lambda mistake: -mistake[-1])
     pairs = [
         (names[label], names[prediction], samples, percent(samples / support[label]))
-        for label, prediction, samples in mistakes[:20]
+        for label, prediction, samples in mistakes[:MOST_PAIRS]
     ]
     matrix = []
-    if with_matrix and len(names) <= 40:
+    if with_matrix and len(names) <= LARGEST_MATRIX:
         for label, total in enumerate(support):
             row = [cells.get((label, prediction), 0) for prediction in range(len(names))]
-            matrix.append([(samples, samples and max(1, round(10 * samples / total))) for samples in row])
+            matrix.append([(samples, samples and max(1, round(SHADES * samples / total))) for samples in row])
     misclassified = sum(samples for _, _, samples in mistakes)
     left_out = len(mistakes) - len(pairs)
     return {"names": names, "matrix": matrix, "pairs": pairs, "left_out": left_out, "misclassified": misclassified}
@@ -111,11 +121,11 @@ def _data_uri(path: Path) -> str:
     try:
         content = read_file(path)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-            if len(content) <= 6_000:
+            if len(content) <= LARGEST_PNG_BYTES:
                 image.verify()
                 return data_uri(content, "png")
             small = image.convert("RGB")
-            small.thumbnail((128, 128))
-            return data_uri(small, "jpeg", quality=80)
+            small.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS))
+            return data_uri(small, "jpeg", quality=JPEG_QUALITY)
     except (OSError, ImageError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""

@@ -35,6 +35,7 @@ SPANS = {
 MEANINGS = SPANS | {"restarting": "from the last logged line to the restart"}
 MOST_RANKS = 64
 RANKS_SHOWN_OF_MANY = 8
+MOST_ROWS = 40
 LONGEST_TEXT = 200
 LANES = {
     "resume": "restarts",
@@ -44,6 +45,7 @@ LANES = {
     "diverged": "diverged",
     "checkpoint": "checkpoints",
 }
+MOST_MARKS = 200  # of one kind on the timeline
 
 
 class Status(NamedTuple):
@@ -51,6 +53,11 @@ class Status(NamedTuple):
 
     word: str
     sentence: str
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run is expected to log more lines."""
+        return self.word in ("running", "not started")
 
 
 class Fact(NamedTuple):
@@ -354,14 +361,14 @@ def find_incidents(history: History) -> dict[str, Any]:
     start = history.first_time or 0.0
     rows = [
         (f"+{format_duration(max(float(line['time']) - start, 0.0))}", int(line["step"]), *_describe(line))
-        for line in history.events[:40]
+        for line in history.events[:MOST_ROWS]
     ]
     last = max([history.last_step, 1, *(int(line["step"]) for line in history.events)])
     lanes = []
     for kind, name in LANES.items():
         lines = [line for line in (*history.events, *history.checkpoints) if line["kind"] == kind]
         if lines:
-            every = math.ceil(len(lines) / 200)
+            every = math.ceil(len(lines) / MOST_MARKS)
             lanes.append((name, [round(100 * int(line["step"]) / last, 2) for line in lines[::every]]))
     left_out = len(history.events) - len(rows)
     return {"summary": _summarize(history), "rows": rows, "left_out": left_out, "lanes": lanes}

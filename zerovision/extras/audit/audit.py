@@ -52,6 +52,9 @@ from zerovision.training.tasks.nearest import MOST_COMPARED, votes
 
 SMALL_CLASS = 10  # training images
 
+LEAST_ACCURACY = 0.8  # minimum accuracy of a classifier whose doubts are reported
+QUERIES_AT_ONCE = 256
+
 
 def run(settings: AuditSettings) -> int:
     """Run the command and return its exit code."""
@@ -134,7 +137,7 @@ def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.nd
     if not (len(own) and len(others)):
         return None
     known, classes = torch.from_numpy(labels[own]), int(labels.max()) + 1
-    found = [votes(some, vectors[own], known, classes).argmax(1) for some in vectors[others].split(256)]
+    found = [votes(some, vectors[own], known, classes).argmax(1) for some in vectors[others].split(QUERIES_AT_ONCE)]
     return float((torch.cat(found).numpy() == labels[others]).mean())
 
 
@@ -167,7 +170,7 @@ def _examine(
         accuracy = doubts.accuracy if doubts else 0.0
         by = "the model's features" if trained else "the pixels"
         note = f"a classifier trained on {by} predicts {percent(accuracy)} of the labels (cross-validation)"
-        if doubts and accuracy >= 0.8:
+        if doubts and accuracy >= LEAST_ACCURACY:
             suspected, label_fixes = label_findings(catalogue, doubts, numbers)
             findings += suspected
         else:

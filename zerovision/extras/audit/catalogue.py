@@ -25,6 +25,8 @@ from zerovision.training.data.sampler import EvaluationPlan
 from zerovision.training.observe.loggers.text import open_console
 
 PICTURE_SIDE = 16
+IMAGES_AT_ONCE = 64
+IMAGES_WORTH_WORKERS = 1000  # fewer images are read faster than a process starts
 
 
 class Catalogue:
@@ -94,9 +96,8 @@ class Catalogue:
             zeros, ones = ((value,) * source.channels for value in (0.0, 1.0))
             whole = Preprocessing(SIDE, None, mean=zeros, std=ones, values=values)  # does not normalize
             dataset = ImageDataset(source, preprocessing or whole, most_bad=len(set_))
-            # Fewer images are read faster than a process starts.
-            is_worth_it = len(set_) >= 1000 and not source.in_memory
-            plan = EvaluationPlan(len(set_), 64, 1)
+            is_worth_it = len(set_) >= IMAGES_WORTH_WORKERS and not source.in_memory
+            plan = EvaluationPlan(len(set_), IMAGES_AT_ONCE, 1)
             loader = Loader(dataset, plan, 0, workers=most_workers() if is_worth_it else 0)
             loader.watch()
             bar = track(loader, f"reading {part}", len(loader), console=console, transient=True, disable=is_silent)

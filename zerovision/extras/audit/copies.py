@@ -19,11 +19,18 @@ import torch.nn.functional as F
 
 SIDE = 32  # side of the pictures that are compared, in pixels
 FREQUENCIES = 6  # in each direction; one of them is the mean, which brightness changes
+SCALES, PLACES = (0.87, 0.74), (0.0, 0.5, 1.0)  # of the windows, in each direction
 SMALLEST_WINDOW = 0.6
 NEAREST = 4  # number of images to find for each window
+MOST_CANDIDATES = 8  # for an image, and as many for its mirror image
+TYPICAL_RANK = 8  # an image's typical difference is its difference from its 8th nearest image
+FLAT_LEVELS = 2.0  # standard deviation below which an image is considered blank
 CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.7, 0.09  # of the typical difference
 DETAIL_SIDE = 5  # side of the squares whose means are subtracted, which leaves lines and texture
+DETAIL_SHARE = 0.40  # of the cube of the typical difference of details: stricter if all images are alike
+LEAST_LIMIT = 0.001
 REPORTED = 0.7  # confidence; most pairs below it show different objects of one kind, such as two shirts on one table
+ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
 CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # with more than two cells, an image is compared only with a few cells
 
@@ -58,20 +65,19 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
         pictures: uint8 [N, SIDE, SIDE], the whole images in gray.
     """
     images = torch.from_numpy(pictures)
-    seen = torch.cat([part.float().flatten(1).std(1) >= 2.0 for part in images.split(4096)])  # others are blank
+    seen = torch.cat([part.float().flatten(1).std(1) >= FLAT_LEVELS for part in images.split(4096)])
     numbers = seen.nonzero()[:, 0]
     images = images[seen]
     if len(images) < 2:
         return []
     bank = _Bank(_describe(images, 0))
-    rank = min(8, len(images) - 1)  # an image's typical difference is its difference from its 8th nearest image
+    rank = min(TYPICAL_RANK, len(images) - 1)
     cosines, likes = bank.nearest(bank.features, rank + 1)  # including the image itself
     typical = 1 - cosines[:, -1]
     pairs = _candidates(images, bank, typical)
     looks = _typical_looks(images, likes)
     usual = torch.minimum(looks[:, pairs.one], looks[:, pairs.other]).clamp(max=1)
-    # The cube makes the limit for details stricter if all images are alike.
-    limits = torch.stack([COPY_SHARE * usual[0], 0.40 * usual[1] ** 3]).clamp(min=0.001)
+    limits = torch.stack([COPY_SHARE * usual[0], DETAIL_SHARE * usual[1] ** 3]).clamp(min=LEAST_LIMIT)
     found: dict[tuple[int, int], Copy] = {}
     for place, difference in _laid_on(images, pairs, limits):
         one, other = sorted((int(pairs.one[place]), int(pairs.other[place])))
@@ -90,8 +96,7 @@ class _Pairs(NamedTuple):
     window: torch.Tensor
 
 
-# The scale of each window, and its place down and across.
-WINDOWS = [(1.0, 0.0, 0.0), *product((0.87, 0.74), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0))]
+WINDOWS = [(1.0, 0.0, 0.0), *((scale, *place) for scale in SCALES for place in product(PLACES, repeat=2))]
 
 
 def _basis(scale: float, place: float) -> torch.Tensor:
@@ -188,7 +193,7 @@ def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pa
     rows, owners = rows[order], owners[order]
     first = np.sort(np.unique((owners * len(images) + rows[:, 1]).numpy(), return_index=True)[1])
     rows, owners = rows[first], owners[first]
-    rows = rows[torch.arange(len(rows)) - torch.searchsorted(owners, owners) < 8]
+    rows = rows[torch.arange(len(rows)) - torch.searchsorted(owners, owners) < MOST_CANDIDATES]
     kind = rows[:, 2]
     return _Pairs(rows[:, 0], rows[:, 1], kind >= len(WINDOWS), kind % len(WINDOWS))
 
@@ -199,10 +204,10 @@ def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Itera
         scales, *starts = torch.tensor(WINDOWS)[pairs.window[places]].T
         boxes = torch.stack([2 * (1 - scales) * start - 1 for start in reversed(starts)], 1)
         boxes = torch.cat([boxes, boxes + 2 * scales[:, None]], 1)
-        boxes, differences = _fit(images, pairs, places, boxes, steps=8)
+        boxes, differences = _fit(images, pairs, places, boxes, ROUGH_STEPS)
         near = differences <= LAID_ROUGHLY_SHARE / COPY_SHARE * limits[0, places]
         places = places[near]
-        boxes, _ = _fit(images, pairs, places, boxes[near], steps=32)
+        boxes, _ = _fit(images, pairs, places, boxes[near], FINE_STEPS)
         laid = _looks(_windows(_whole(images, pairs, places), boxes))
         shares = ((1 - (laid * _looks(images[pairs.other[places]])).sum(2)) / limits[:, places]).amin(0)
         same = shares <= 2 * (1 - REPORTED)
@@ -241,7 +246,7 @@ def _fit(
     wanted = _unit(images[pairs.other[places]])
     boxes = boxes.clone().requires_grad_()
     best, least = boxes.detach().clone(), torch.full((len(places),), math.inf)
-    optimizer = torch.optim.Adam([boxes], lr=0.02)
+    optimizer = torch.optim.Adam([boxes], lr=STEP)
     for _ in range(steps):
         differences = 1 - (_unit(_windows(whole, boxes)) * wanted).sum(1)
         with torch.no_grad():

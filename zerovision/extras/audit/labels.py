@@ -14,8 +14,11 @@ from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from sklearn.preprocessing import StandardScaler
 
 FOLDS, NEIGHBOURS, MOST_FEATURES = 5, 10, 96
+ITERATIONS = 30  # to estimate how labels are confused
 UNSURE = 0.005  # minimum probability that a classifier is wrong
 TEMPERATURES = (1.0, 0.8, 0.6)  # the mean of two classifiers trained on partly wrong labels is underconfident
+POWERS, LEAST = (0.85, 0.5), 1e-9  # of two predictions whose product is used; see `doubt_labels`
+CLEAN_PRIOR = 5.0  # number of correct labels per class assumed in advance
 SUSPECTED = 0.5  # probability of being wrong from which a label is suspected
 OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # times the distance within which 99 % of images have their 5th nearest image
 
@@ -58,7 +61,7 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
     # its mistakes differ from those of classifiers that were not trained on the image. Powers of 1 would assume
     # independent errors.
     own = learned[np.ix_(used, classes)]
-    both = np.maximum(out_of_sample, 1e-9) ** 0.85 * np.maximum(own, 1e-9) ** 0.5
+    both = np.maximum(out_of_sample, LEAST) ** POWERS[0] * np.maximum(own, LEAST) ** POWERS[1]
     judged_by = np.where(np.isnan(own), out_of_sample, both / both.sum(1, keepdims=True))
     wrong, best, certainty = wrong_label_probabilities(judged_by, numbers)
     doubts = LabelDoubts(
@@ -111,13 +114,13 @@ def wrong_label_probabilities(
     """
     count, classes = probabilities.shape
     given = np.eye(classes)[labels]
-    prior = 5.0 * np.eye(classes) + 1 / classes  # as if five labels of each class were known to be correct
+    prior = CLEAN_PRIOR * np.eye(classes) + 1 / classes
     most_likely, posterior = -np.inf, given
     for temperature in TEMPERATURES:
         sharp = probabilities ** (1 / temperature)
         sharp = (1 - UNSURE) * sharp / sharp.sum(1, keepdims=True) + UNSURE / classes
         found = given
-        for _ in range(30):  # expectation maximization
+        for _ in range(ITERATIONS):
             rates = found.T @ given + prior
             rates /= rates.sum(1, keepdims=True)
             joint = sharp * rates[:, labels].T

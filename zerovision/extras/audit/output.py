@@ -19,8 +19,11 @@ from zerovision.training.base.files import as_given, errors_of_writing, replacin
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.observe.evaluation import check_replaceable
 
+TEMPLATE = Path(__file__).parents[1] / "audit.html"
 FACTS, PAGE, FIXES, FIXED = "audit.json", "audit.html", "fixes.csv", "fixed.csv"
 COLUMNS = ("path", "action", "new", "confidence", "reason")
+SHOWN_OF_A_KIND = 60
+THUMBNAIL_PIXELS, JPEG_QUALITY = 96, 80
 
 Fixes = Sequence[tuple[int, Fix]]
 
@@ -127,10 +130,10 @@ def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, cata
     sections = []
     for kind, title in KINDS.items():
         of_kind = [one for one in findings if one.kind == kind]
-        cards = [_card(one, made.get(one.image), catalogue) for one in of_kind[:60]]
+        cards = [_card(one, made.get(one.image), catalogue) for one in of_kind[:SHOWN_OF_A_KIND]]
         sections.append({"kind": kind, "title": title, "count": len(of_kind), "cards": cards})
     return pages.render(
-        Path(__file__).parents[1] / "audit.html",
+        TEMPLATE,
         **facts,
         images=len(catalogue),
         sections=sections,
@@ -163,7 +166,7 @@ def _card(finding: Finding, fix: Fix | None, catalogue: Catalogue) -> dict[str, 
 def _data_uri(catalogue: Catalogue, number: int) -> str:
     """Return a small picture as a data URI; empty if the image cannot be read."""
     try:
-        picture = thumbnail(catalogue.image(number), 96)
+        picture = thumbnail(catalogue.image(number), THUMBNAIL_PIXELS)
     except ImageError:
         return ""
-    return pages.data_uri(picture.convert("RGB"), "jpeg", quality=80)
+    return pages.data_uri(picture.convert("RGB"), "jpeg", quality=JPEG_QUALITY)
