@@ -141,6 +141,7 @@ def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dic
             found: tuple[StateDict, list[str]] | None = (tensors, [])
         else:
             # timm and torchvision store their arguments in a Namespace, which has no code that a pickle could misuse.
+            # PyTorch warns about pickles that it then refuses.
             with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
                 content = torch.load(path, map_location="cpu", weights_only=True)
             found, facts = find_state_dict(content), {}

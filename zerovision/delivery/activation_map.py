@@ -148,7 +148,8 @@ def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -
         if isinstance(blocks, nn.Sequential | nn.ModuleList):
             hooks.enter_context(blocks[-1].register_forward_pre_hook(keep_tokens))
         logits = network(images)
-        if not (found := [*maps, *tokens]):
+        found = [*maps, *tokens]
+        if not found:
             raise UserError("this network has no spatial feature map, so its predictions cannot be explained.")
         (gradients,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), found[-1])
     features, gradients = (_as_map(network, values.detach().float()) for values in (found[-1], gradients))

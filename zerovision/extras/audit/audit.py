@@ -51,7 +51,6 @@ from zerovision.training.observe.sample_history import MOST_IMAGES, mean_probabi
 from zerovision.training.tasks.nearest import MOST_COMPARED, votes
 
 SMALL_CLASS = 10  # training images
-
 LEAST_ACCURACY = 0.8  # minimum accuracy of a classifier whose doubts are reported
 QUERIES_AT_ONCE = 256
 
@@ -93,7 +92,8 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
     if settings.fixes:
         return _fix(folder, read_fixes(Path(os.path.expanduser(settings.fixes)), catalogue), catalogue)
     findings, found_fixes, notes = _examine(catalogue, trained, model.run if model else None)
-    findings.sort(key=lambda one: ([*KINDS].index(one.kind), -one.confidence, one.image))
+    order = list(KINDS)
+    findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
     counts = zip(datasets.class_names, datasets.train_counts, strict=True)
     facts = {
         "data": data,
