@@ -109,8 +109,7 @@ def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> i
 
 def error_on_any_rank(error: str | None, world: World, group: dist.ProcessGroup | None = None) -> str | None:
     """Return, on every rank, the error message of the lowest rank that has an error; a collective."""
-    messages = gather_objects(error, world, group)
-    return next((message for message in messages if message is not None), None)
+    return next((message for message in gather_objects(error, world, group) if message is not None), None)
 
 
 def agreed(action: Callable[[], Result], world: World) -> Result:

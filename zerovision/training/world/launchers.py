@@ -19,7 +19,6 @@ from zerovision.training.base.units import plural
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _LINE_VARIABLE = "ZEROVISION_LINE"  # the command line that started our launcher
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
-_FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _WAYS = (
     "start training with scripts/launch_distributed.sh (under Slurm: sbatch scripts/slurm_distributed.sh) or "
     "torchrun --nproc_per_node=N scripts/train_distributed.py."
@@ -99,9 +98,17 @@ def adopt_rank() -> None:
         return
     numbers = _numbers_of_srun()
     if numbers is None:
-        _refuse_a_single_process()
+        if (size := _number("SLURM_STEP_NUM_TASKS")) > 1 and "SLURM_PTY_PORT" not in os.environ:
+            raise UserError(f"srun started {size} processes, and each would train on its own: {_WAYS}")
+        if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+            raise UserError(
+                "accelerate was told to start several processes but started only one: replace --cpu with --multi_gpu, "
+                f"which also starts processes on CPUs, or {_WAYS}"
+            )
         return
-    host = "127.0.0.1" if numbers[2] == numbers[3] else _first_host()
+    # The first node of the step runs rank 0: gpu03 for 'gpu[03-05,9],cpu1'.
+    first = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ.get("SLURM_STEP_NODELIST", "")).split(",")[0]
+    host = "127.0.0.1" if numbers[2] == numbers[3] else first
     port = job_port(_number("SLURM_JOB_ID"))
     place = {"MASTER_ADDR": os.environ.get("MASTER_ADDR") or host, "MASTER_PORT": os.environ.get("MASTER_PORT") or port}
     names = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE")
@@ -131,7 +138,7 @@ def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
 
 def job_port(job: int) -> int:
     """Return a port specific to a Slurm job, because jobs of one user, or tasks of one array, may share a node."""
-    return _FIRST_JOB_PORT + job % _JOB_PORTS
+    return 20000 + job % 10000
 
 
 def _numbers_of_srun() -> tuple[int, ...] | None:
@@ -144,23 +151,6 @@ def _numbers_of_srun() -> tuple[int, ...] | None:
     if size < 2 or not 0 <= node < len(tasks) or "SLURM_PTY_PORT" in os.environ:
         return None
     return _number("SLURM_PROCID"), _number("SLURM_LOCALID"), size, tasks[node]
-
-
-def _first_host() -> str:
-    """Return the first node of an srun step, which runs rank 0: gpu03 for 'gpu[03-05,9],cpu1'."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
-    return re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]
-
-
-def _refuse_a_single_process() -> None:
-    """Raise a UserError if several ranks were requested, but this process would train alone."""
-    if (size := _number("SLURM_STEP_NUM_TASKS")) > 1 and "SLURM_PTY_PORT" not in os.environ:
-        raise UserError(f"srun started {size} processes, and each would train on its own: {_WAYS}")
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
-        raise UserError(
-            "accelerate was told to start several processes but started only one: replace --cpu with --multi_gpu, "
-            f"which also starts processes on CPUs, or {_WAYS}"
-        )
 
 
 def _number(name: str) -> int:

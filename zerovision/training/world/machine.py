@@ -16,7 +16,6 @@ import psutil
 from zerovision.training.base.errors import UserError, shown
 
 IP = {socket.AF_INET, socket.AF_INET6}
-NVIDIA_SMI_SECONDS = 60.0
 DEVICE_FILES = Path("/dev")
 
 
@@ -139,9 +138,7 @@ def machine_gpus() -> list[str]:
     does not match the driver. In these cases, return CUDA's indices of the device files that this process may use.
     """
     try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True
-        ).stdout
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         files = [file for file in DEVICE_FILES.glob("nvidia[0-9]*") if os.access(file, os.R_OK | os.W_OK)]
         return [str(number) for number in range(len(files))]
@@ -150,18 +147,9 @@ def machine_gpus() -> list[str]:
 
 def usable_gpus() -> list[str]:
     """Return the indices or UUIDs of the GPUs that are visible to this process."""
-    return visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def visible_gpus(present: Sequence[str], visible: str | None) -> list[str]:
-    """Return the indices or UUIDs of the GPUs that ranks may use.
-
-    Args:
-        present: the GPUs in the machine.
-        visible: value of CUDA_VISIBLE_DEVICES; None if it is not set.
-    """
+    present, visible = machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
-        return list(present)
+        return present
     chosen = "".join(visible.split()).split(",")
     if "-1" in chosen:  # CUDA ignores -1 and every GPU after it
         chosen = chosen[: chosen.index("-1")]

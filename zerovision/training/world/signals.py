@@ -79,8 +79,7 @@ class StopRequest:
 
     def poll_now(self, world: World) -> int:
         """Return the signal that any rank has received, or 0; a collective that waits for the result."""
-        earlier = self.poll(world).stop_signal
-        return earlier or self.poll(world).stop_signal
+        return self.poll(world).stop_signal or self.poll(world).stop_signal  # the second returns the first's result
 
     def wait(self, world: World, seconds: float, step: int, *, is_stopping: bool) -> bool:
         """Wait as measured by rank 0's clock, and return, on all ranks, whether a signal ended the wait; a collective.

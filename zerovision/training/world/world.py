@@ -30,8 +30,6 @@ from zerovision.training.base.units import cpu_ranks, plural
 from zerovision.training.world.launchers import PORT_OF_NONE, launched_world
 from zerovision.training.world.machine import check_chosen_interfaces, interface_towards, is_loopback, usable_gpus
 
-BACKLOG = 4096
-LOOPBACK = "lo"
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -72,7 +70,7 @@ def _listen(address: str, port: int, *, is_alone: bool) -> int:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(one)
-            listener.listen(BACKLOG)
+            listener.listen(4096)
             return listener.detach()
         except OSError as error:
             listener.close()
@@ -232,8 +230,8 @@ def _choose_interface(*, is_alone: bool) -> None:
     loopback.
     """
     if is_alone:
-        if any(name == LOOPBACK for _, name in socket.if_nameindex()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return
     interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
     if interface:
