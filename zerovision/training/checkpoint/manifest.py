@@ -24,7 +24,6 @@ FROZEN = "frozen.safetensors"  # the frozen weights
 FORMAT = "zerovision checkpoint 3"
 LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
 MOST_SHARDS = 100_000
-LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
 
 
 class UnusableCheckpoint(Exception):
@@ -138,7 +137,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
         raise ValueError(f"shards: expected a list of 1 to {MOST_SHARDS}")
     loss_scale = content["loss_scale"]
     if loss_scale is not None:
-        loss_scale = {key: float(loss_scale[key]) for key in LOSS_SCALE_KEYS}
+        loss_scale = {key: float(loss_scale[key]) for key in ("value", "good_steps")}  # see DynamicLossScale.state
         if not all(0 <= value < math.inf for value in loss_scale.values()):
             raise ValueError("loss_scale")
     return Manifest(

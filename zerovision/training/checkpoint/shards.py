@@ -135,12 +135,6 @@ def box_key(kind: str, name: str, offsets: Sequence[int]) -> str:
     return f"{kind}/{name}@{','.join(map(str, offsets))}"
 
 
-def _parse_key(key: str) -> tuple[str, str, tuple[int, ...]]:
-    place, _, numbers = key.rpartition("@")
-    kind, _, name = place.partition("/")
-    return kind, name, tuple(map(int, numbers.split(","))) if numbers else ()
-
-
 def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
     """Wait until a snapshot's copies are complete, write them as a rank's shard, and wait until it is on disk.
 
@@ -226,8 +220,9 @@ class CheckpointReader:
             for file_name in file_names(manifest):
                 file = safe_open(folder / file_name, "pt")
                 for key in file.keys():  # noqa: SIM118 - no mapping
-                    kind, name, offsets = _parse_key(key)
-                    stored = file.get_slice(key)
+                    place, _, numbers = key.rpartition("@")  # see `box_key`
+                    kind, _, name = place.partition("/")
+                    offsets, stored = tuple(map(int, numbers.split(","))) if numbers else (), file.get_slice(key)
                     box = _Box(offsets, tuple(stored.get_shape()), stored)
                     self._boxes.setdefault(kind, {}).setdefault(name, []).append(box)
             self.moment_kinds = sorted(self._boxes.keys() - {WEIGHTS, BUFFER, EPOCH_SUMS})
@@ -239,8 +234,7 @@ class CheckpointReader:
                 raise ValueError("buffers or sums of a rank are missing")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise UnusableCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
-        trained = {name for kind in self.moment_kinds for name in self._boxes[kind]}
-        self.frozen = self.shapes.keys() - trained
+        self.frozen = self.shapes.keys() - {name for kind in self.moment_kinds for name in self._boxes[kind]}
 
     def _check_boxes(self, kind: str) -> None:
         """Raise ValueError unless the boxes of this kind contain each element of the parameters once, in fp32."""

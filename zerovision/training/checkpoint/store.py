@@ -136,9 +136,8 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
 
     The ranks share the work of hashing; all ranks must see the same folder.
     """
-    paths = broadcast_object([str(path) for path in candidates], world)
     refused: dict[Path, str] = {}
-    for path in map(Path, paths):
+    for path in map(Path, broadcast_object([str(path) for path in candidates], world)):
         error, manifest = None, None
         try:
             manifest = read_manifest(path)
@@ -274,7 +273,13 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
         _check_content(own, manifest, reader, buffers)
         if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
             raise UnusableCheckpoint("its frozen parameters are not those of this model")
-        _check_sums(epoch_sums, sums)
+        empty = sums.state()
+        if (epoch_sums.shape, epoch_sums.dtype) != (empty.shape, empty.dtype):
+            raise UnusableCheckpoint("its epoch sums have another shape or dtype")
+        loss, top1, top5, samples = epoch_sums.tolist()
+        # Impossible sums would make every later average wrong. NaN is outside every range.
+        if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):
+            raise UnusableCheckpoint("its epoch sums cannot be those of losses and images")
         engine.load_state(reader.tensors, buffers, manifest.applied_steps)
         sums.restore(epoch_sums)
     except (UnusableCheckpoint, SafetensorError, RuntimeError, LookupError) as error:
@@ -299,16 +304,6 @@ def _check_content(
     if stored != moments:
         names = one_line(", ".join(stored) or "none")
         raise UnusableCheckpoint(f"its moments are {names}, but the optimizer has {', '.join(moments) or 'none'}")
-
-
-def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
-    """Raise an error for impossible sums, which would make every later average wrong or NaN."""
-    own = sums.state()
-    if (found.shape, found.dtype) != (own.shape, own.dtype):
-        raise UnusableCheckpoint("its epoch sums have another shape or dtype")
-    loss, top1, top5, samples = found.tolist()
-    if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # NaN is outside every range
-        raise UnusableCheckpoint("its epoch sums cannot be those of losses and images")
 
 
 @dataclass(frozen=True)
