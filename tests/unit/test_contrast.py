@@ -58,32 +58,33 @@ def test_losses_and_gradient_are_the_papers(temperature, rows):
     # The last but two is alone in its class; the last two do not count.
     embeddings, labels = drawn(12, 5), torch.tensor([0, 1, 0, 1, 1, 0, 0, 1, 0, 2, 0, 1])
     weights = torch.tensor([1.0] * 10 + [0.0] * 2)
-    found = contrast(embeddings, labels, weights, temperature, CLASSES, rows)
+    losses, shares, gradient = contrast(embeddings, labels, weights, temperature, CLASSES, rows)
     exact = embeddings[:10].double().requires_grad_()
     expected = formula(exact, labels[:10], temperature)
     expected.sum().backward()
-    assert_same_but_rounding(found.losses[:10], expected)
-    assert_same_but_rounding(found.gradient[:10], exact.grad)
-    assert not found.gradient[10:].any()
-    torch.testing.assert_close(found.shares[:10].sum(1), torch.ones(10))
+    assert_same_but_rounding(losses[:10], expected)
+    assert_same_but_rounding(gradient[:10], exact.grad)
+    assert not gradient[10:].any()
+    torch.testing.assert_close(shares[:10].sum(1), torch.ones(10))
 
 
 @pytest.mark.parametrize("temperature", [0.07, 0.5])
 def test_losses_and_gradient_are_another_librarys(temperature):
-    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    library = pytest.importorskip("pytorch_metric_learning.losses")
     embeddings, labels = drawn(64, 16), torch.arange(64) % 5  # every image has others of its class
-    found = contrast(embeddings, labels, torch.ones(64), temperature, 5, 16)
+    losses, _, gradient = contrast(embeddings, labels, torch.ones(64), temperature, 5, 16)
     other = embeddings.clone().requires_grad_()
-    mean = losses.SupConLoss(temperature)(other, labels)
+    mean = library.SupConLoss(temperature)(other, labels)
     mean.backward()
-    assert_same_but_rounding(found.losses.mean(), mean)
-    assert_same_but_rounding(found.gradient / 64, other.grad)
+    assert_same_but_rounding(losses.mean(), mean)
+    assert_same_but_rounding(gradient / 64, other.grad)
 
 
 def test_an_image_that_is_compared_with_none_has_neither_loss_nor_gradient():
-    found = contrast(drawn(4, 5), torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 0, 0, 0]), 0.1, 1, 2)
-    assert not found.losses[0]
-    assert not found.gradient.any()
+    labels, weights = torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 0, 0, 0])
+    losses, _, gradient = contrast(drawn(4, 5), labels, weights, 0.1, 1, 2)
+    assert not losses[0]
+    assert not gradient.any()
 
 
 class Network(nn.Module):

@@ -141,7 +141,13 @@ def build_loss(
     Raises:
         UserError: for class weights that do not fit the data, or a target threshold above or below all targets.
     """
-    _check_threshold(config, len(class_names))
+    threshold, smoothing, classes = config.bce_target_threshold, config.label_smoothing, len(class_names)
+    low, high = smoothing / classes, 1 - smoothing + smoothing / classes
+    if threshold and not low < threshold < high:
+        raise UserError(
+            f"--loss bce:{threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
+            f"{classes} classes, the smoothed targets are {low:.4g} and {high:.4g}: use a value between them."
+        )
     weights = class_weights(config.class_weights, class_names, counts)
     named = LOSSES[config.loss]
     named = pkgutil.resolve_name(named) if isinstance(named, str) else named
@@ -157,18 +163,6 @@ def build_loss(
         return own if batch.loss_weights is None else own * batch.loss_weights
 
     return losses
-
-
-def _check_threshold(config: TaskSettings, classes: int) -> None:
-    threshold, smoothing = config.bce_target_threshold, config.label_smoothing
-    if not threshold:
-        return
-    low, high = smoothing / classes, 1 - smoothing + smoothing / classes
-    if not low < threshold < high:
-        raise UserError(
-            f"--loss bce:{threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
-            f"{classes} classes, the smoothed targets are {low:.4g} and {high:.4g}: use a value between them."
-        )
 
 
 def cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:

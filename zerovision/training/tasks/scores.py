@@ -132,8 +132,7 @@ class ScoreSums:
             if logits.ndim > 2:
                 logits = log_mean_probability(logits)
             counted = weights > 0
-            best = logits.topk(self._top_k, dim=1).indices
-            hits = hits_of(best, labels, self._sets)
+            hits = hits_of(logits.topk(self._top_k, dim=1).indices, labels, self._sets)
             rounded = (losses.detach().double() / LOSS_UNIT).round() * LOSS_UNIT
             # A padded sample may have an infinite loss, which is masked because 0 * inf is NaN.
             self._sums += torch.stack([rounded, hits[:, 0], hits.any(1), counted]).where(counted, 0.0).sum(1)
@@ -200,10 +199,8 @@ class SampleRecorder:
         order = order[rows[order, 0] > 0]
         _, *columns = (one.contiguous() for one in rows[order].T)
         indices, labels, predictions, in_top5, losses, confidences, is_right = columns
-        numbers = (indices.long(), labels.long(), predictions.long())
-        details = SampleScores(*numbers, losses, confidences, is_right.bool())
-        divisor = max(len(details), 1)
-        loss, top1, top5 = (float(column.sum()) / divisor for column in (losses, is_right, in_top5))
+        details = SampleScores(indices.long(), labels.long(), predictions.long(), losses, confidences, is_right.bool())
+        loss, top1, top5 = (float(column.sum()) / max(len(details), 1) for column in (losses, is_right, in_top5))
         scores = Scores(loss, top1, top5, len(details), details)
         kept = self._probabilities
         return self._task.with_probabilities(scores, kept, order, world) if kept else scores
@@ -304,16 +301,15 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
     samples, num_classes = max(map(len, (data.val, data.test or ()))), len(data.class_names)
     if data.sets is not None:
         score, ranks = "map", 1  # all probabilities are finally gathered on every rank
-    keeps = keeps_probabilities(score, samples, num_classes, batch_size, ranks)
-    if score in AREAS and not keeps:
+    needed = _probability_bytes(samples, num_classes, batch_size, ranks)
+    if score in AREAS and needed > MOST_PROBABILITY_BYTES:
         cure = "validate on fewer" if data.sets else "use more ranks, or --best-by macro_f1 or balanced_accuracy"
-        needed = _probability_bytes(samples, num_classes, batch_size, ranks)
         raise UserError(
             f"--best-by {score} keeps the probability of every class for every image: {samples} images x "
             f"{num_classes} classes take {format_bytes(needed)} on each of {plural(ranks, 'rank')}, more than "
             f"{format_bytes(MOST_PROBABILITY_BYTES)}: {cure}."
         )
-    return keeps
+    return score in AREAS
 
 
 def _probability_bytes(samples: int, num_classes: int, batch_size: int, ranks: int) -> int:

@@ -10,7 +10,7 @@ statistics in both passes, and updates its running statistics only in the second
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -80,23 +80,9 @@ class GradientCache:
         return every[self.leaves.order()].flatten(0, 1)
 
 
-class Contrast(NamedTuple):
-    """The result of comparing N images.
-
-    Attributes:
-        losses: float32 [N], 0 for an image that is the only image of its class.
-        shares: float32 [N, classes], similarity of each image to the other images of each class; rows add up to 1.
-        gradient: float32 [N, D], gradient of the weighted sum of losses with respect to the embeddings.
-    """
-
-    losses: torch.Tensor
-    shares: torch.Tensor
-    gradient: torch.Tensor
-
-
 def contrast(
     embeddings: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, temperature: float, classes: int, rows: int
-) -> Contrast:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the supervised contrastive loss L_out from the cosines between embeddings.
 
     Source: Khosla et al. 2020 (https://arxiv.org/abs/2004.11362), equation 2. Anchors are processed in blocks, always
@@ -109,6 +95,11 @@ def contrast(
         temperature: divisor of the cosines.
         classes: number of classes.
         rows: number of anchors in a block, a divisor of N.
+
+    Returns:
+        losses: float32 [N], 0 for an image that is the only image of its class.
+        shares: float32 [N, classes], similarity of each image to the other images of each class; rows add up to 1.
+        gradient: float32 [N, D], gradient of the weighted sum of losses with respect to the embeddings.
     """
     leaves = embeddings.detach().requires_grad_()
     one_hot, losses, shares = F.one_hot(labels, classes).float(), [], []
@@ -126,4 +117,4 @@ def contrast(
         losses.append(found.detach())
         shares.append(log_share.detach().exp() @ one_hot)
     assert leaves.grad is not None
-    return Contrast(torch.cat(losses), torch.cat(shares), leaves.grad)
+    return torch.cat(losses), torch.cat(shares), leaves.grad

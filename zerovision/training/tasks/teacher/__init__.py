@@ -69,8 +69,7 @@ class Distillation(Task):
     def step(self, leaves: Leaves, of_losses: Callable[[Loss], Step]) -> Step:
         from zerovision.training.tasks.teacher.network import distilled
 
-        around = partial(distilled, self._teacher, *read_distill(self.config.distill))
-        return of_losses(self._build_loss(around=around))
+        return of_losses(self._build_loss(around=partial(distilled, self._teacher, *read_distill(self.config.distill))))
 
     def notes(self, weights: str) -> list[str]:
         note = self._teacher.note

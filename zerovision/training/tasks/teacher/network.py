@@ -71,7 +71,11 @@ class Teacher:
     def __init__(
         self, module: nn.Module, order: torch.Tensor, own: torch.Tensor, given: torch.Tensor, precision: str
     ) -> None:
-        self.digest = _digest_of(module)
+        digest = hashlib.sha256()
+        for name, tensor in sorted(module.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        self.digest = digest.hexdigest()
         self.kept: torch.Tensor | None = None
         module = module.eval().requires_grad_(False).to(order.device).to(memory_format=torch.channels_last)
         self._network, self._order = under_autocast(module, precision, order.device), order
@@ -187,15 +191,20 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
             unknown.
 
     Raises:
-        UserError: if a class has no known output, or if the file of classes does not fit the teacher.
+        UserError: if a class has no known output, or if the file of classes cannot be read or does not fit the teacher.
     """
     states = "--teacher-classes FILE, the class name of each of its outputs, one per line"
     if config.teacher_classes:
-        known = [_stated_classes(config.teacher_classes)]
+        path = config.teacher_classes
+        try:
+            text = read_small_text(Path(os.path.expanduser(path)))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--teacher-classes {path} cannot be read: {one_line(error)}.") from None
+        known = [read_class_names(text.encode(), path)]
         if len(known[0]) != number:
             raise UserError(
-                f"--teacher-classes {config.teacher_classes} has {plural(len(known[0]), 'line')}, but --teacher "
-                f"{config.teacher} has {plural(number, 'output')}: use one line per output."
+                f"--teacher-classes {path} has {plural(len(known[0]), 'line')}, but --teacher {config.teacher} has "
+                f"{plural(number, 'output')}: use one line per output."
             )
     if not known:
         raise UserError(
@@ -210,19 +219,6 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
             f"or, if only the names differ, {states}."
         )
     return order
-
-
-def _stated_classes(path: str) -> Names:
-    """Return the class names in a file, one per line.
-
-    Raises:
-        UserError: if the file cannot be read.
-    """
-    try:
-        text = read_small_text(Path(os.path.expanduser(path)))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--teacher-classes {path} cannot be read: {one_line(error)}.") from None
-    return read_class_names(text.encode(), path)
 
 
 def _load_file(config: TrainConfig) -> tuple[nn.Module, Outputs, Preparation]:
@@ -256,11 +252,3 @@ def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, Outpu
     if data.preprocessing.channels != 3:
         made = made._replace(mean=data.preprocessing.mean, std=data.preprocessing.std)
     return built.module, (published["num_classes"], published_classes(published)), made
-
-
-def _digest_of(module: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
