@@ -107,7 +107,7 @@ class Pipeline(Way):
         from zerovision.training.world.collectives import agreed
 
         if self.uses_own():
-            agreed(lambda: self.check_micro_batches(), world)
+            agreed(self.check_micro_batches, world)
 
     def build_engine(self, setup: EngineSetup) -> Engine:
         from zerovision.models.ensemble import Ensemble

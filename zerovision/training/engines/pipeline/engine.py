@@ -24,14 +24,7 @@ from zerovision.training.engines.engine import EngineSetup, Loss, StepInput, Ste
 from zerovision.training.engines.parameter_shards import CONVOLUTION_DIMENSIONS
 from zerovision.training.engines.pipeline import Pipeline, stages_per_rank
 from zerovision.training.engines.pipeline.rehearsal import boundaries_at, images_to_try, measure_pieces
-from zerovision.training.engines.pipeline.stages import (
-    StagedNetwork,
-    Trace,
-    cuts_for,
-    names_of_stages,
-    places_for,
-    shares_of_stages,
-)
+from zerovision.training.engines.pipeline.stages import StagedNetwork, Trace, cuts_for, names_of_stages, places_for
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.engines.torch_engine import TorchEngine
 from zerovision.training.world.collectives import agreed
@@ -43,16 +36,18 @@ def _choose_cuts(
     setup: EngineSetup, config: Any, network: nn.Module, images: torch.Tensor, traced: Trace, count: int
 ) -> list[str]:
     """Return the requested cuts, or the cuts that balance the stages; a collective."""
-    ranks, world, schedule = config.pipeline_parallel, setup.world, config.pipeline_schedule
+    ranks, world = config.pipeline_parallel, setup.world
     places = agreed(lambda: places_for(traced, count, ranks), world)
     seconds = measure_pieces(network, setup.module, places, images, world)
     cuts = agreed(lambda: cuts_for(traced, config.pipeline_split, lambda: seconds, count), world)
-    shares = shares_of_stages(traced, places, seconds, cuts)
-    waits = Pipeline(config).waits()
-    taken = ", ".join(f"{share:.0%}" for share in shares)
+    totals = [0.0] * count
+    for place, cost in zip(("", *places), seconds, strict=True):
+        totals[traced.stage_at(place, cuts)] += cost
+    shares, waits = [total / max(sum(totals), 1e-12) for total in totals], Pipeline(config).waits()
     setup.notes.append(
-        f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take {taken} of a "
-        f"forward; with the {schedule} schedule a rank waits {waits:.0%} of a step"
+        f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take "
+        f"{', '.join(f'{share:.0%}' for share in shares)} of a forward; with the {config.pipeline_schedule} schedule "
+        f"a rank waits {waits:.0%} of a step"
     )
     setup.events["pipeline"] = {"cuts": cuts, "stage_shares": shares, "wait_share": waits}
     return cuts
@@ -94,7 +89,7 @@ class PipelineEngine(TorchEngine):
         super().__init__(dataclasses.replace(setup, part=part))
         self.pipeline, self.count, self._own, self._staged = pipeline, count, own, staged
         self._is_last = pipeline.rank == pipeline.size - 1
-        self._boundaries, self._draws, self._schedule_name = boundaries, traced.draws, config.pipeline_schedule
+        self._boundaries, self._draws, self._schedule = boundaries, traced.draws, SCHEDULES[config.pipeline_schedule]
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._works: list[Any] = []  # pending sends, with their tensors
 
@@ -121,20 +116,17 @@ class PipelineEngine(TorchEngine):
             self._finish_sends()
         with clock.optimizer:
             result = self._update_weights()
-        self._note_outputs(len(images), self._staged.traced(images.shape).output.shape)
-        return result
-
-    def _note_outputs(self, size: int, shape: torch.Size) -> None:
-        """Send the last rank's losses [size], and its logits of this shape, to every rank; a collective."""
-        columns = size + shape.numel()
-        rows = torch.empty(len(self._batches), columns, device=self._world.device)
+        # The last rank sends its losses and logits to every rank.
+        size, shape = len(images), self._staged.traced(images.shape).output.shape
+        rows = torch.empty(len(self._batches), size + shape.numel(), device=self._world.device)
         if self._outputs:
             torch.stack(self._outputs, out=rows)
         with communication():
             dist.broadcast(rows, group=self.pipeline.group, group_src=self.pipeline.size - 1)
         for batch, row in zip(self._batches, rows, strict=True):
-            self._given.note(batch, row[:size], row[size:].view(shape))
+            given.note(batch, row[:size], row[size:].view(shape))
         self._batches = []
+        return result
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """See `Engine.forward`; for evaluation only. Every rank of the pipeline returns the logits; a collective."""
@@ -215,8 +207,7 @@ class PipelineEngine(TorchEngine):
         """Return the schedule for images of this shape; a collective over the pipeline if the shape is new."""
         if shape not in self._schedules:
             stages = [_Stage(self, number, shape) for number in self._own]
-            schedule = SCHEDULES[self._schedule_name]
-            self._schedules[shape] = schedule(
+            self._schedules[shape] = self._schedule(
                 stages if len(stages) > 1 else stages[0],
                 self._accumulation_steps,
                 loss_fn=self._scaled_loss,
@@ -290,18 +281,18 @@ class PipelineEngine(TorchEngine):
 
 def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collection[str]) -> None:
     """Replace parameters and buffers whose names are not in `kept` with tensors without data."""
-    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     empty: dict[int, torch.Tensor] = {}
-    places = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    for place, tensor in places:
-        if names[id(tensor)] in kept:
-            continue
-        if id(tensor) not in empty:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name not in kept:
             other = torch.empty_like(tensor, device="meta")
             is_parameter = isinstance(tensor, nn.Parameter)
             empty[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if is_parameter else other
-        owner, _, attribute = place.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, empty[id(tensor)])
+    # A tensor may have several places.
+    places = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for place, tensor in places:
+        if id(tensor) in empty:
+            owner, _, attribute = place.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, empty[id(tensor)])
     for group in optimizer.param_groups:
         group["params"] = [empty.get(id(parameter), parameter) for parameter in group["params"]]
 

@@ -108,7 +108,6 @@ class _Receive(torch.autograd.Function):
 
 TIMED_RUNS = 3
 FEWEST_IMAGES = 2  # in a rehearsal, because BatchNorm needs more than one
-_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 
 class _Passage:
@@ -131,10 +130,7 @@ class _Passage:
         self.times.append(time.perf_counter())
         self.features[name], self.dtypes[name] = layout_of(features), features.dtype
         if features.requires_grad:
-            features.register_hook(partial(self._note_gradient, name))
-
-    def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        self.gradients[name] = layout_of(gradient)
+            features.register_hook(lambda gradient: self.gradients.update({name: layout_of(gradient)}))
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -201,8 +197,8 @@ def boundaries_at(
             features = trained.features[name]
             layouts = (features, trained.gradients.get(name, features), evaluated.features[name])
             rows.append((str(trained.dtypes[name]), *layouts))
-    received = broadcast_object(rows, world)
+    dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     return [
-        Boundary(_DTYPES[dtype], *(TensorLayout(*map(tuple, layout)) for layout in layouts))
-        for dtype, *layouts in received
+        Boundary(dtypes[dtype], *(TensorLayout(*map(tuple, layout)) for layout in layouts))
+        for dtype, *layouts in broadcast_object(rows, world)
     ]

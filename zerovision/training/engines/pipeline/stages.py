@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -70,10 +70,6 @@ class Trace:
     def stage_at(self, module: str, cuts: Sequence[str]) -> int:
         """Return the stage that computes a module."""
         return bisect_right([self.calls[cut].operations for cut in cuts], self.calls[module].operations)
-
-    def stage_of(self, name: str, cuts: Sequence[str]) -> int:
-        """Return the stage of a parameter or buffer: the only stage that uses it, or the first if it is unused."""
-        return bisect_right([self.calls[cut].start for cut in cuts], self.first_uses.get(name, -1))
 
 
 class _Operations(TorchDispatchMode):
@@ -245,19 +241,12 @@ def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) ->
     return [places[cut - 1] for cut in best[pieces][1]]
 
 
-def shares_of_stages(traced: Trace, places: Sequence[str], costs: Sequence[float], cuts: Sequence[str]) -> list[float]:
-    """Return each stage's share of the total cost; see `balanced_cuts` for the arguments."""
-    totals = [0.0] * (len(cuts) + 1)
-    for place, cost in zip(("", *places), costs, strict=True):
-        totals[traced.stage_at(place, cuts)] += cost
-    return [total / max(sum(totals), 1e-12) for total in totals]
-
-
 def names_of_stages(traced: Trace, names: Iterable[str], cuts: Sequence[str]) -> list[list[str]]:
-    """Return the names of each stage's parameters or buffers; see `Trace.stage_of`."""
+    """Return the names of the parameters or buffers that each stage uses; unused ones belong to the first stage."""
+    starts = [traced.calls[cut].start for cut in cuts]
     dealt: list[list[str]] = [[] for _ in range(len(cuts) + 1)]
     for name in names:
-        dealt[traced.stage_of(name, cuts)].append(name)
+        dealt[bisect_right(starts, traced.first_uses.get(name, -1))].append(name)
     return dealt
 
 
@@ -281,25 +270,19 @@ class StagedNetwork:
         module: the whole network.
 
     Attributes:
+        traced: function that returns the trace of the network for images of a shape, [B, C, H, W].
         cuts: names of the modules at which all stages but the first begin.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._empty = module, without_data(module)
-        self._traces: dict[tuple[int, ...], Trace] = {}
+        self._module = module
+        self.traced = cache(partial(trace, without_data(module)))
         self.cuts: list[str] = []
         self._network: nn.Module = module
         self._start, self._begin, self._end = 0, "", ""  # of the current stage
-        self._traced: Trace | None = None
+        self._calls: dict[str, Call] = {}
         self._received = torch.empty(0)
         self._hidden: dict[int, list[str]] = {}  # stage -> weights used before it, outside skipped modules
-
-    def traced(self, shape: Sequence[int]) -> Trace:
-        """Return the trace of the network for images of this shape, [B, C, H, W]."""
-        key = tuple(shape)
-        if key not in self._traces:
-            self._traces[key] = trace(self._empty, key)
-        return self._traces[key]
 
     def cut(self, cuts: Sequence[str], own: Iterable[int], network: nn.Module, traced: Trace) -> None:
         """Make the network run in stages from now on.
@@ -327,7 +310,7 @@ class StagedNetwork:
                 if first < self._start_of(stage, traced) and not name.startswith(skipped)
             ]
 
-    def run(self, stage: int, inputs: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def run(self, stage: int, inputs: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Run a stage.
 
         Args:
@@ -338,14 +321,14 @@ class StagedNetwork:
         Returns:
             The stage's features, or, for the last stage, the network's output.
         """
-        self._traced = self.traced(shape)
-        self._start = self._start_of(stage, self._traced)
+        traced = self.traced(shape)
+        self._calls, self._start = traced.calls, self._start_of(stage, traced)
         self._begin = self.cuts[stage - 1] if stage else ""
         self._end = self.cuts[stage] if stage < len(self.cuts) else ""
         self._received = inputs
         try:
             with self._without_data(self._hidden[stage]):
-                return self._network(self._traced.images if stage else inputs)
+                return self._network(traced.images if stage else inputs)
         except _Reached as reached:
             return reached.features
         finally:
@@ -377,7 +360,7 @@ class StagedNetwork:
         return (self._received, *inputs[1:]) if name == self._begin else None
 
     def _skip_or_run(self, name: str, forward: Any, *inputs: Any, **named: Any) -> Any:
-        call = self._traced.calls.get(name) if self._traced is not None else None
+        call = self._calls.get(name)
         if call is None or call.end >= self._start:
             return forward(*inputs, **named)
         return call.output
