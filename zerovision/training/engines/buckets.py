@@ -57,13 +57,6 @@ def count_blocks(parameter: torch.Tensor) -> int:
     return -(-parameter.numel() // BLOCK)
 
 
-def cut_anywhere(parameters: Mapping[str, nn.Parameter], ranks: int) -> BucketLayout:
-    """Lay parameters out one after another, regardless of where the ranks' parts begin."""
-    *firsts, blocks = accumulate(map(count_blocks, parameters.values()), initial=0)
-    starts = {name: BLOCK * first for name, first in zip(parameters, firsts, strict=True)}
-    return BucketLayout(starts, BLOCK * -(-blocks // ranks), {})
-
-
 def deal(costs: Mapping[Any, float], ranks: int) -> list[list[Any]]:
     """Assign keys to ranks, the most expensive first, each to the rank with the lowest total cost at that point.
 
@@ -76,25 +69,6 @@ def deal(costs: Mapping[Any, float], ranks: int) -> list[list[Any]]:
         dealt[rank].append(key)
         loads[rank] += costs[key]
     return dealt
-
-
-def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_products: bool) -> BucketLayout:
-    """Assign whole parameters to the ranks' parts; see `deal`.
-
-    Args:
-        parameters: parameters by name.
-        ranks: number of ranks that share the parameters.
-        by_products: whether the cost of a parameter is the cost of multiplying it by its transpose.
-    """
-    cost = _products if by_products else torch.Tensor.numel
-    costs = {name: cost(parameter) for name, parameter in parameters.items()}
-    owners: dict[str, int] = {name: rank for rank, names in enumerate(deal(costs, ranks)) for name in names}
-    ends, offsets = [0] * ranks, dict[str, int]()
-    for name, parameter in parameters.items():
-        offsets[name] = ends[owners[name]]
-        ends[owners[name]] += BLOCK * count_blocks(parameter)
-    starts = {name: owners[name] * max(ends) + offset for name, offset in offsets.items()}
-    return BucketLayout(starts, max(ends), owners)
 
 
 class Bucket:
@@ -236,11 +210,25 @@ class Shared:
     parameters: dict[str, nn.Parameter]
 
     def layout(self, stage: Collection[str], ranks: int) -> BucketLayout:
-        """Return the layout of a stage's parameters, given their names and the number of ranks that share the stage."""
+        """Return the layout of a stage's parameters, given their names and the number of ranks that share the stage.
+
+        Parameters follow one another, regardless of where the ranks' parts begin, unless the optimizer's rule needs
+        whole parameters.
+        """
         parameters = {name: parameter for name, parameter in self.parameters.items() if name in stage}
-        if self.group.get("whole_parameters"):
-            return deal_whole(parameters, ranks, by_products="use_muon" in self.group)
-        return cut_anywhere(parameters, ranks)
+        if not self.group.get("whole_parameters"):
+            *firsts, blocks = accumulate(map(count_blocks, parameters.values()), initial=0)
+            starts = {name: BLOCK * first for name, first in zip(parameters, firsts, strict=True)}
+            return BucketLayout(starts, BLOCK * -(-blocks // ranks), {})
+        cost = _products if "use_muon" in self.group else torch.Tensor.numel
+        costs = {name: cost(parameter) for name, parameter in parameters.items()}
+        owners: dict[str, int] = {name: rank for rank, names in enumerate(deal(costs, ranks)) for name in names}
+        ends, offsets = [0] * ranks, dict[str, int]()
+        for name, parameter in parameters.items():
+            offsets[name] = ends[owners[name]]
+            ends[owners[name]] += BLOCK * count_blocks(parameter)
+        starts = {name: owners[name] * max(ends) + offset for name, offset in offsets.items()}
+        return BucketLayout(starts, max(ends), owners)
 
 
 def share_out(
@@ -291,8 +279,7 @@ def make_buckets(
     gradients = torch.zeros(sum(lengths), device=world.device)
     buckets: list[Bucket] = []
     for (one, layout), part in zip(own, gradients.split(lengths) if lengths else [], strict=True):
-        parameters = {name: one.parameters[name] for name in layout.starts}
-        buckets.append(Bucket(parameters, layout, world, tree, part))
+        buckets.append(Bucket({name: one.parameters[name] for name in layout.starts}, layout, world, tree, part))
         one.group["params"] += buckets[-1].trained
     return buckets, gradients
 

@@ -15,6 +15,7 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,6 @@ from zerovision.training.base.timing import communication
 from zerovision.training.engines.summation_tree import LeafSums, StepTree
 from zerovision.training.world.collectives import barrier, broadcast_object, error_on_any_rank
 from zerovision.training.world.world import World
-
-LARGEST_SHARE = 0.5  # of the free shared memory, because data loader workers also need some
-BYTES = 4  # per float32 value
 
 
 class FlatBuffers(ABC):
@@ -181,22 +179,15 @@ def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
     The file is unlinked before this function returns, so the memory is freed no matter how the ranks end.
     """
     path = SHARED_MEMORY / f"zerovision-{broadcast_object(secrets.token_hex(8), world)}"
-
-    def create() -> None:
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        if numel * BYTES > LARGEST_SHARE * free:
-            raise OSError(f"{free} bytes free")
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            # Reserve the memory now: a later write to memory that is not available would end in SIGBUS.
-            os.posix_fallocate(descriptor, 0, numel * BYTES)
-        finally:
-            os.close(descriptor)
-
     problem, memory = None, None
     try:
         if world.is_main:
-            create()
+            free, size = shutil.disk_usage(SHARED_MEMORY).free, numel * torch.float32.itemsize
+            if size > free / 2:  # data loader workers also need some
+                raise OSError(f"{free} bytes free")
+            with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+                # Reserve the memory now: a later write to memory that is not available would end in SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         problem = str(error)
     problem = error_on_any_rank(problem, world)

@@ -162,27 +162,19 @@ def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int
     There are at most 2 D - 1 boxes in D dimensions: whole rows in the middle, and, recursively, a partial row at each
     end.
     """
-    if low >= high:
-        return
-    if not shape:
+    if not shape and low < high:
         yield (), ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-low // row), high // row
-    if first > last:  # all within one row
-        yield from _boxes_of_row(shape, low, high)
-        return
-    yield from _boxes_of_row(shape, low, first * row)
-    if first < last:
-        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _boxes_of_row(shape, last * row, high)
-
-
-def _boxes_of_row(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    row = math.prod(shape[1:])
-    index = low // row
-    for offsets, sizes in boxes(shape[1:], low - index * row, high - index * row):
-        yield (index, *offsets), (1, *sizes)
+    while low < high:
+        index, start = divmod(low, row)
+        rows = 0 if start else (high - low) // row  # whole ones from here
+        if rows:
+            yield (index, *[0] * (len(shape) - 1)), (rows, *shape[1:])
+        else:
+            for offsets, sizes in boxes(shape[1:], start, min(start + high - low, row)):
+                yield (index, *offsets), (1, *sizes)
+        low = (index + max(rows, 1)) * row
 
 
 def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
@@ -224,8 +216,8 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
 
     Parameters that are whole on every rank are not sent.
     """
-    state, weights = engine.state(), {}
-    parameters = dict(engine.module.named_parameters())
+    state, module, weights = engine.state(), engine.module, {}
+    parameters = dict(module.named_parameters())
     for name, shape in state.shapes.items():
         if name not in parameters:  # belongs to another group of ranks
             continue
@@ -241,11 +233,9 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
                     dist.reduce(whole.view(torch.int32), 0)
         if world.is_main:
             weights[name] = torch.empty(shape).copy_(whole)
-    buffers = _gather_buffers(engine.module, world)
+    weights |= _gather_buffers(module, world)
     if not world.is_main:
         return {}
-    module = engine.module
-    weights |= buffers
     # The state dict omits buffers that are not persistent, and has several keys for a module with several names.
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     first_names = {key: names[id(tensor)] for key, tensor in module.state_dict(keep_vars=True).items()}
@@ -261,8 +251,7 @@ def _gather_buffers(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
     firsts = gather_rows(has, world).argmax(0).tolist()
     gathered = {}
     for (name, buffer), first in zip(buffers.items(), firsts, strict=True):
-        is_first = world.rank == first
-        own = buffer.detach().clone() if is_first else torch.zeros_like(buffer, device=world.device)
+        own = buffer.detach().clone() if world.rank == first else torch.zeros_like(buffer, device=world.device)
         with communication():  # as in `gather_weights`
             dist.reduce(own.view(-1).view(torch.uint8), 0)
         gathered[name] = own.cpu()
