@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from zerovision.models.dry_run import copied_buffers
 from zerovision.models.ensemble import Ensemble
 
-POOLING = (nn.MaxPool2d, nn.AvgPool2d)
-
 
 def enable_activation_checkpointing(module: nn.Module) -> int:
     """Keep only the inputs of the network's repeated blocks, and recompute their activations in backward.
@@ -34,10 +32,19 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
         return sum(enable_activation_checkpointing(member) for member in module.members)
     count = 0
     for child in module.children():
-        if _is_flat_stack(child):
-            count += _checkpoint_pooling_stages(child)
+        layers = list(child.children())
+        is_flat = isinstance(child, nn.Sequential) and not any(list(layer.children()) for layer in layers)
+        if layers and is_flat:
+            stages: list[list[nn.Module]] = [[]]
+            for layer in layers:
+                stages[-1].append(layer)
+                if isinstance(layer, nn.MaxPool2d | nn.AvgPool2d):
+                    stages.append([])
+            modules = [nn.Sequential(*stage) for stage in stages if stage]
+            child.forward = functools.partial(_run_stages, modules)
+            count += len(modules)
             continue
-        repeated = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else [child]
+        repeated = layers if isinstance(child, nn.Sequential | nn.ModuleList) else [child]
         for block in repeated:
             if any(True for _ in block.children()):  # a single layer (an LSTM, a linear head) has nothing to recompute
                 # Replace the forward, not the block: a wrapper would change the names in the state dict. Use a partial
@@ -62,23 +69,6 @@ def is_recomputed(module: nn.Module) -> bool:
     """Return whether a module, or every layer in it, is recomputed in backward."""
     forward = module.forward
     return isinstance(forward, functools.partial) and forward.func in (_recomputed, _run_stages)
-
-
-def _is_flat_stack(module: nn.Module) -> bool:
-    layers = list(module.children())
-    return isinstance(module, nn.Sequential) and bool(layers) and not any(list(layer.children()) for layer in layers)
-
-
-def _checkpoint_pooling_stages(stack: nn.Module) -> int:
-    """Recompute a flat stack of layers in stages that end with a pooling layer; return the number of stages."""
-    stages: list[list[nn.Module]] = [[]]
-    for layer in stack.children():
-        stages[-1].append(layer)
-        if isinstance(layer, POOLING):
-            stages.append([])
-    modules = [nn.Sequential(*stage) for stage in stages if stage]
-    stack.forward = functools.partial(_run_stages, modules)
-    return len(modules)
 
 
 def _run_stages(stages: Sequence[nn.Module], features: torch.Tensor) -> torch.Tensor:

@@ -59,12 +59,7 @@ def resolve_engine(config: Any, plan: ParallelPlan, module: nn.Module, needed_by
             return way.engine
         if unknown := way.alone_knows():
             raise UserError(f"--engine torch does not support {', '.join(unknown)}: use --engine {way.engine} or auto.")
-    _check_torch(plan, module)
-    return TORCH
-
-
-def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
-    """Raise a UserError for settings that FSDP2 does not support."""
+    # FSDP2 does not support the following.
     if plan.offload == "optimizer" and plan.releases_weights:
         raise UserError(
             "--offload optimizer: at stage 3 --engine torch offloads weights, gradients and optimizer state together: "
@@ -76,6 +71,7 @@ def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
             f"--engine torch cannot shard this model: its parameter {scalar} is a single number. "
             "Use --strategy ddp, or --engine deepspeed."
         )
+    return TORCH
 
 
 def form_ranks(config: Any, world: World) -> World:
@@ -112,8 +108,7 @@ def set_up_engine(
         UserError: on all ranks, for contradictory settings.
     """
     plan, part = parallel_plan(config, world), WHOLE
-    engine = agreed(lambda: resolve_engine(config, plan, built.module, needed_by), world)
-    ways = ways_of(config, engine)
+    ways = ways_of(config, agreed(lambda: resolve_engine(config, plan, built.module, needed_by), world))
     for way in ways:
         part = way.prepare(built.module, world) or part
     settings = dataclasses.replace(config, precision=precision), built.head_parameter_names

@@ -55,11 +55,7 @@ def peak_tflops(device_name: str) -> float | None:
 
     The unit is 10**12 operations per second.
     """
-    words = device_name.replace("-", " ").split()
-    if "MIG" in words or "Laptop" in words:  # a slice of the GPU, or a different chip of the same name
+    words = f" {' '.join(device_name.replace('-', ' ').split())} "
+    if " MIG " in words or " Laptop " in words:  # a slice of the GPU, or a different chip of the same name
         return None
-    for name, tflops in PEAK_TFLOPS.items():
-        wanted = name.replace("-", " ").split()
-        if any(words[start : start + len(wanted)] == wanted for start in range(len(words))):
-            return tflops
-    return None
+    return next((peak for name, peak in PEAK_TFLOPS.items() if f" {name.replace('-', ' ')} " in words), None)

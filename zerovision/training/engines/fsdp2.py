@@ -22,7 +22,7 @@ from zerovision.models.timm_models import PLAIN_CONVOLUTIONS
 from zerovision.training.engines.activation_checkpointing import repeated_blocks
 from zerovision.training.engines.compilation import compile_network
 from zerovision.training.engines.engine import EngineSetup
-from zerovision.training.engines.parameter_shards import WEIGHTS, ModelPart, ParameterShard
+from zerovision.training.engines.parameter_shards import WEIGHTS, ParameterShard
 from zerovision.training.engines.precision import DTYPES, under_autocast
 from zerovision.training.engines.summation_tree import LeafSums, SumOfSquares, pieces_per_row, plan_segment
 from zerovision.training.engines.tree_reduce_scatter import TreeReduceScatter, machine_levels
@@ -32,9 +32,6 @@ from zerovision.training.world.collectives import copy_from_main
 # On a CPU, fused optimizer rules, and powers (as in MADGRAD), round the last elements of a tensor differently from the
 # other elements, unless they fill the unit that a kernel processes: two AVX-512 vectors.
 VECTOR_ELEMENTS = 32
-# Layers that use their parameters only in a product. Subclasses are excluded: some standardize their weights in fp32.
-CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
-MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial hash of the indices of the blocks that ran
 
 
 class Fsdp2:
@@ -56,7 +53,7 @@ class Fsdp2:
         copy_from_main([*self._module.parameters()], world)
         self._shards = plan.gradient_shards
         self._reduce: list[TreeReduceScatter] = []
-        self._blocks_run = 0  # hash of the blocks that ran in this step
+        self._blocks_run = 0  # polynomial hash of the blocks that ran in this step
         self._row = world.rank % self._shards
         self.reports = world.rank < self._shards
         if world.size > 1:
@@ -77,7 +74,7 @@ class Fsdp2:
         adds_leaves = world.size == 1 and setup.accumulation_steps > 1
         self._own_sums = _OwnSums(self._parts, setup.accumulation_steps) if adds_leaves else None
         self._is_last_leaf = True
-        self._sum_of_squares = SumOfSquares(self._own_pieces(trained, setup.part), world)
+        self._sum_of_squares = SumOfSquares(self._own_pieces(trained), world)
 
     def _shard(self, setup: EngineSetup) -> None:
         """Shard the modules; a collective."""
@@ -117,9 +114,9 @@ class Fsdp2:
 
     def _note_block(self, number: int, block: nn.Module, _: Any) -> None:
         if block.training:
-            self._blocks_run = (self._blocks_run * MULTIPLIER + number) % MODULUS
+            self._blocks_run = (self._blocks_run * 31 + number) % (2**31 - 1)
 
-    def _own_pieces(self, trained: set[str], part: ModelPart) -> torch.Tensor:
+    def _own_pieces(self, trained: set[str]) -> torch.Tensor:
         """Return each counted piece's index among this rank's pieces, int64 [pieces]; -1 for other ranks' pieces."""
         places, own = [torch.arange(0)], 0
         for name, parameter in self._parameters.items():
@@ -128,7 +125,7 @@ class Fsdp2:
             rows = len(parameter)
             pieces = pieces_per_row(parameter.numel() // rows) if parameter.ndim > 1 else 1
             low, high = (pieces * _first_row(rows, self._row + more, self._shards) for more in (0, 1))
-            if part.counts(name):
+            if self._part.counts(name):
                 places.append(torch.full((rows * pieces,), -1))
                 if self.reports:  # only one replica reports
                     places[-1][low:high] = torch.arange(own, own + high - low)
@@ -280,7 +277,8 @@ def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecision
     The results are bit-identical to those of autocast. Half as many bytes are sent, and, unlike with autocast, no whole
     copies are kept until backward.
     """
-    layers = (layer for layer in module.modules() if type(layer) in CAST_LAYERS)
+    # These layers use their parameters only in a product. Some of their subclasses standardize weights in fp32.
+    layers = (layer for layer in module.modules() if type(layer) in (nn.Linear, *PLAIN_CONVOLUTIONS))
     cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
     return MixedPrecisionPolicy(
         dtype,

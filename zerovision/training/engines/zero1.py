@@ -17,14 +17,7 @@ import torch
 from torch import nn
 
 from zerovision.training.engines.activation_checkpointing import repeated_blocks
-from zerovision.training.engines.buckets import (
-    BackwardOrder,
-    Bucket,
-    Shared,
-    count_blocks,
-    make_buckets,
-    share_out,
-)
+from zerovision.training.engines.buckets import BackwardOrder, Bucket, Shared, count_blocks, make_buckets, share_out
 from zerovision.training.engines.compilation import compile_network, record, records
 from zerovision.training.engines.engine import EngineSetup
 from zerovision.training.engines.parameter_shards import (

@@ -138,7 +138,6 @@ def _fits(value: Any, expected: str) -> bool:
     return (isinstance(value, str) and expected == TEXT) or (isinstance(value, list) and expected == LIST)
 
 
-CONFIG_FOLDER = REPO_ROOT / "deepspeed_configs"
 # The keys of zero_optimization that do more than tune performance: they change what is stored or sent.
 _MORE_THAN_ADVICE = {"zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"}
 
@@ -154,7 +153,7 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
         UserError: naming the file and the key, if the file is missing or malformed, if a key is unknown, has the wrong
             type, is `auto` or is set by a flag, or if the ZeRO stage differs from the strategy's.
     """
-    path = Path(override) if override else CONFIG_FOLDER / f"ds_config_{strategy}.json"
+    path = Path(override) if override else REPO_ROOT / f"deepspeed_configs/ds_config_{strategy}.json"
     try:
         content = json.loads(read_small_text(path), object_pairs_hook=_no_doubles)
     except json.JSONDecodeError as error:
@@ -171,12 +170,6 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
             "Choose another --strategy to change the stage."
         )
     return content
-
-
-def keys_of_deepspeed_alone(strategy_json: Mapping[str, Any]) -> list[str]:
-    """Return the keys in a checked JSON file that no other engine supports."""
-    zero = strategy_json.get("zero_optimization", {})
-    return sorted({*strategy_json} - {"zero_optimization"} | _MORE_THAN_ADVICE & {*zero})
 
 
 def deepspeed_config(strategy_json: Mapping[str, Any], setup: EngineSetup) -> dict[str, Any]:
@@ -245,7 +238,8 @@ class DeepSpeed(Way):
         read_strategy_json(self.config.strategy, self.config.deepspeed_config)
 
     def alone_knows(self) -> list[str]:
-        return keys_of_deepspeed_alone(read_strategy_json(self.config.strategy, self.config.deepspeed_config))
+        content = read_strategy_json(self.config.strategy, self.config.deepspeed_config)
+        return sorted({*content} - {"zero_optimization"} | _MORE_THAN_ADVICE & {*content["zero_optimization"]})
 
     def reasons(self, plan: ParallelPlan, module: nn.Module) -> list[str]:
         numbers = [name for name, one in module.named_parameters() if not one.ndim and plan.zero_stage > 1]

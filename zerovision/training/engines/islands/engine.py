@@ -54,12 +54,11 @@ APPLIED_STEPS = "island/applied_steps"  # each rank saves this with its buffers,
 
 def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
     """Return the largest number of islands up to `most` that are either whole machines or equal parts of a machine."""
-
-    def is_usable(islands: int) -> bool:
+    for islands in range(min(most, ranks), 1, -1):
         length, rest = divmod(ranks, islands)
-        return not rest and (ranks_per_machine % length == 0 or length % ranks_per_machine == 0)
-
-    return next((islands for islands in range(min(most, ranks), 1, -1) if is_usable(islands)), 1)
+        if not rest and (ranks_per_machine % length == 0 or length % ranks_per_machine == 0):
+            return islands
+    return 1
 
 
 class IslandEngine(TorchEngine):

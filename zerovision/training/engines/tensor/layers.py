@@ -234,23 +234,18 @@ def _split_region(module: nn.Module, name: str, region: Region, units: int, grou
         _become(dropout, _DividedDropout, group)
         dropout.place = (units, _share(units, group)[0], 1 if isinstance(last, nn.Conv2d) else -1)
     if isinstance(layer, EvaAttention):
-        _use_own_width(layer)
-
-
-def _use_own_width(layer: Any) -> None:
-    """Make EVA's attention use the width of this rank's heads instead of the width of its input.
-
-    `AttentionRope` differs from EVA's attention only in using the width of its heads, and in having no separate
-    parameters for biases. The bias of the keys is 0.
-    """
-    layer.num_kv_heads, layer.num_kv_groups = layer.num_heads, 1
-    layer.attn_dim = layer.num_heads * layer.head_dim
-    layer.__class__ = AttentionRope
-    if layer.q_bias is not None:
-        layer.qkv.register_forward_hook(functools.partial(_add_biases, layer))  # not a closure: deepcopy must rebind it
+        # `AttentionRope` differs from EVA's attention only in using the width of its heads, here this rank's, instead
+        # of the width of its input, and in having no separate parameters for biases.
+        attention: Any = layer
+        attention.num_kv_heads, attention.num_kv_groups = attention.num_heads, 1
+        attention.attn_dim = attention.num_heads * attention.head_dim
+        attention.__class__ = AttentionRope
+        if attention.q_bias is not None:
+            attention.qkv.register_forward_hook(functools.partial(_add_biases, attention))  # deepcopy can rebind it
 
 
 def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], outputs: torch.Tensor) -> torch.Tensor:
+    """Add the biases of the queries and values; that of the keys is 0."""
     return outputs + torch.cat((layer.q_bias, torch.zeros_like(layer.q_bias), layer.v_bias))
 
 
