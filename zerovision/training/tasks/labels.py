@@ -142,12 +142,13 @@ def build_loss(
         UserError: for class weights that do not fit the data, or a target threshold above or below all targets.
     """
     threshold, smoothing, classes = config.bce_target_threshold, config.label_smoothing, len(class_names)
-    low, high = smoothing / classes, 1 - smoothing + smoothing / classes
-    if threshold and not low < threshold < high:
-        raise UserError(
-            f"--loss bce:{threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
-            f"{classes} classes, the smoothed targets are {low:.4g} and {high:.4g}: use a value between them."
-        )
+    if threshold:
+        low, high = smoothing / classes, 1 - smoothing + smoothing / classes
+        if not low < threshold < high:
+            raise UserError(
+                f"--loss bce:{threshold:g} makes all targets equal: with --label-smoothing {smoothing:g} and "
+                f"{classes} classes, the smoothed targets are {low:.4g} and {high:.4g}: use a value between them."
+            )
     weights = class_weights(config.class_weights, class_names, counts)
     named = LOSSES[config.loss]
     named = pkgutil.resolve_name(named) if isinstance(named, str) else named
