@@ -14,22 +14,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
-    "scripts": (505, 350),
-    "models": (1263, 900),
-    "zerovision/training/config": (792, 500),
-    "zerovision/training/base": (1098, 550),
-    "zerovision/training/world": (597, 450),
-    "zerovision/training/data": (4201, 2900),
-    "zerovision/training/recipe": (580, 650),
-    "zerovision/training/engines": (3007, 2250),
-    "zerovision/training/checkpoint": (587, 600),
-    "zerovision/training/tasks": (789, 400),
-    "zerovision/training/observe": (1157, 1050),
-    "zerovision/training": (2141, 1400),
-    "zerovision/launch": (2503, 1800),
-    "zerovision/planning": (1213, 1000),
-    "zerovision/delivery": (3166, 2400),
-    "zerovision/extras": (1476, 1300),
+    "scripts": (479, 350),
+    "models": (1244, 900),
+    "zerovision/training/config": (787, 500),
+    "zerovision/training/base": (1079, 550),
+    "zerovision/training/world": (590, 450),
+    "zerovision/training/data": (4143, 2900),
+    "zerovision/training/recipe": (567, 650),
+    "zerovision/training/engines": (2954, 2250),
+    "zerovision/training/checkpoint": (579, 600),
+    "zerovision/training/tasks": (774, 400),
+    "zerovision/training/observe": (1148, 1050),
+    "zerovision/training": (2099, 1400),
+    "zerovision/launch": (2455, 1800),
+    "zerovision/planning": (1187, 1000),
+    "zerovision/delivery": (3112, 2400),
+    "zerovision/extras": (1445, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts
 

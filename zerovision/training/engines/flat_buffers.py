@@ -26,6 +26,8 @@ from zerovision.training.engines.summation_tree import LeafSums, StepTree
 from zerovision.training.world.collectives import barrier, broadcast_object, error_on_any_rank
 from zerovision.training.world.world import World
 
+LARGEST_SHARE = 0.5  # of the free shared memory, because data loader workers also need some
+
 
 class FlatBuffers(ABC):
     """The fp32 weights and gradients of one bucket on all ranks, cut into one equal part per rank.
@@ -183,7 +185,7 @@ def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
     try:
         if world.is_main:
             free, size = shutil.disk_usage(SHARED_MEMORY).free, numel * torch.float32.itemsize
-            if size > free / 2:  # data loader workers also need some
+            if size > LARGEST_SHARE * free:
                 raise OSError(f"{free} bytes free")
             with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
                 # Reserve the memory now: a later write to memory that is not available would end in SIGBUS.

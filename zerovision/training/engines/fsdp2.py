@@ -32,6 +32,9 @@ from zerovision.training.world.collectives import copy_from_main
 # On a CPU, fused optimizer rules, and powers (as in MADGRAD), round the last elements of a tensor differently from the
 # other elements, unless they fill the unit that a kernel processes: two AVX-512 vectors.
 VECTOR_ELEMENTS = 32
+# Layers that use their parameters only in a product. Subclasses are excluded: some standardize their weights in fp32.
+CAST_LAYERS = (nn.Linear, *PLAIN_CONVOLUTIONS)
+MULTIPLIER, MODULUS = 31, 2**31 - 1  # of a polynomial hash of the indices of the blocks that ran
 
 
 class Fsdp2:
@@ -53,7 +56,7 @@ class Fsdp2:
         copy_from_main([*self._module.parameters()], world)
         self._shards = plan.gradient_shards
         self._reduce: list[TreeReduceScatter] = []
-        self._blocks_run = 0  # polynomial hash of the blocks that ran in this step
+        self._blocks_run = 0  # hash of the blocks that ran in this step
         self._row = world.rank % self._shards
         self.reports = world.rank < self._shards
         if world.size > 1:
@@ -114,7 +117,7 @@ class Fsdp2:
 
     def _note_block(self, number: int, block: nn.Module, _: Any) -> None:
         if block.training:
-            self._blocks_run = (self._blocks_run * 31 + number) % (2**31 - 1)
+            self._blocks_run = (self._blocks_run * MULTIPLIER + number) % MODULUS
 
     def _own_pieces(self, trained: set[str]) -> torch.Tensor:
         """Return each counted piece's index among this rank's pieces, int64 [pieces]; -1 for other ranks' pieces."""
@@ -277,8 +280,7 @@ def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecision
     The results are bit-identical to those of autocast. Half as many bytes are sent, and, unlike with autocast, no whole
     copies are kept until backward.
     """
-    # These layers use their parameters only in a product. Some of their subclasses standardize weights in fp32.
-    layers = (layer for layer in module.modules() if type(layer) in (nn.Linear, *PLAIN_CONVOLUTIONS))
+    layers = (layer for layer in module.modules() if type(layer) in CAST_LAYERS)
     cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
     return MixedPrecisionPolicy(
         dtype,

@@ -19,6 +19,7 @@ from zerovision.training.base.units import plural
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _LINE_VARIABLE = "ZEROVISION_LINE"  # the command line that started our launcher
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
+_FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _WAYS = (
     "start training with scripts/launch_distributed.sh (under Slurm: sbatch scripts/slurm_distributed.sh) or "
     "torchrun --nproc_per_node=N scripts/train_distributed.py."
@@ -138,7 +139,7 @@ def refuse_a_pod_alone(environment: Mapping[str, str]) -> None:
 
 def job_port(job: int) -> int:
     """Return a port specific to a Slurm job, because jobs of one user, or tasks of one array, may share a node."""
-    return 20000 + job % 10000
+    return _FIRST_JOB_PORT + job % _JOB_PORTS
 
 
 def _numbers_of_srun() -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ import psutil
 from zerovision.training.base.errors import UserError, shown
 
 IP = {socket.AF_INET, socket.AF_INET6}
+NVIDIA_SMI_SECONDS = 60.0
 DEVICE_FILES = Path("/dev")
 
 
@@ -138,7 +139,9 @@ def machine_gpus() -> list[str]:
     does not match the driver. In these cases, return CUDA's indices of the device files that this process may use.
     """
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
+        listing = subprocess.check_output(
+            ["nvidia-smi", "-L"], stderr=subprocess.DEVNULL, text=True, timeout=NVIDIA_SMI_SECONDS
+        )
     except (OSError, subprocess.SubprocessError):
         files = [file for file in DEVICE_FILES.glob("nvidia[0-9]*") if os.access(file, os.R_OK | os.W_OK)]
         return [str(number) for number in range(len(files))]

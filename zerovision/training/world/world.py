@@ -30,6 +30,8 @@ from zerovision.training.base.units import cpu_ranks, plural
 from zerovision.training.world.launchers import PORT_OF_NONE, launched_world
 from zerovision.training.world.machine import check_chosen_interfaces, interface_towards, is_loopback, usable_gpus
 
+BACKLOG = 4096
+LOOPBACK = "lo"
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -70,7 +72,7 @@ def _listen(address: str, port: int, *, is_alone: bool) -> int:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(one)
-            listener.listen(4096)
+            listener.listen(BACKLOG)
             return listener.detach()
         except OSError as error:
             listener.close()
@@ -230,8 +232,8 @@ def _choose_interface(*, is_alone: bool) -> None:
     loopback.
     """
     if is_alone:
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if any(name == LOOPBACK for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         return
     interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
     if interface:
