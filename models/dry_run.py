@@ -30,7 +30,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import RunSettings
 
 BATCH_NORM = torch.batch_norm
-ONE_AT_A_TIME = threading.Lock()  # for whoever replaces it
+ONE_AT_A_TIME = threading.Lock()  # threads that replace `torch.batch_norm`, which all threads share
 SMALL_IMAGE_PIXELS = 64
 STEPS_TO_TRY = (8, 14, 16, 32, 64)  # pixels; sides may have to be multiples of one of them
 SIZES_TO_TRY = (9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)

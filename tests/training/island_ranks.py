@@ -86,8 +86,11 @@ def train(
     plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES // world.size, world.size, 0, groups=islands)
     log = Recorder()
     outer = OuterSteps(engine, config, EPOCHS * plan.steps_per_epoch, Loggers([log]))
-    whole = loop_run(world, engine, plan, averages=outer, groups=islands)
-    state = whole.state
+    settings = {"local_steps": LOCAL_STEPS, "islands": islands}
+    whole = loop_run(world, engine, plan, averages=outer, settings=settings, groups=islands)
+    state, polls = whole.state, []
+    poll = whole.start.stop.poll
+    whole.start.stop.poll = lambda *given, **named: polls.append(whole.position) or poll(*given, **named)
     loader = Loader(make_small_data().train, plan, world.rank)
     found: dict[str, Any] = {}
     for epoch in range(EPOCHS):
@@ -104,7 +107,8 @@ def train(
     rounds = [[values["step"], values["round"], values["local_steps"]] for _, values in log.events]
     engine.close()
     are_equal, sent = bool((every == every[0]).all()), [values["sent_bytes"] for _, values in log.events]
-    return {"found": found, "rounds": rounds, "are_equal": are_equal, "sent_bytes": sent, "updates": len(ours)}
+    facts = {"rounds": rounds, "are_equal": are_equal, "sent_bytes": sent, "updates": len(ours), "polls": polls}
+    return facts | {"found": found}
 
 
 def simulate(islands: int, precision: str = "fp32") -> dict[str, Any]:

@@ -54,6 +54,7 @@ def test_islands_give_the_bytes_of_a_simulation_in_one_process(ranks, cases, run
             assert found_digests == expected[name], (islands, precision, name)
         assert all(report["are_equal"] for report in reports)
         assert all(report["rounds"] == [[4, 1, 4], [6, 2, 2]] for report in reports)
+        assert all(report["polls"] == [1, 5] for report in reports)  # ranks ask each other once a round
         # Each parameter begins a block: a rank has all 9, or 6 of its island's in three buckets; it adds up a part.
         part = (9 if ranks == islands else 6) / islands
         of_ways = SENT_BYTES[precision] * part * (islands - 1)
