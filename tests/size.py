@@ -19,17 +19,17 @@ ROOMS = {  # limit and end
     "zerovision/training/config": (787, 500),
     "zerovision/training/base": (1079, 550),
     "zerovision/training/world": (590, 450),
-    "zerovision/training/data": (4143, 2900),
+    "zerovision/training/data": (4144, 2900),
     "zerovision/training/recipe": (567, 650),
-    "zerovision/training/engines": (2954, 2250),
+    "zerovision/training/engines": (2956, 2250),
     "zerovision/training/checkpoint": (579, 600),
     "zerovision/training/tasks": (774, 400),
-    "zerovision/training/observe": (1148, 1050),
+    "zerovision/training/observe": (1149, 1050),
     "zerovision/training": (2099, 1400),
-    "zerovision/launch": (2455, 1800),
+    "zerovision/launch": (2456, 1800),
     "zerovision/planning": (1187, 1000),
-    "zerovision/delivery": (3112, 2400),
-    "zerovision/extras": (1445, 1300),
+    "zerovision/delivery": (3111, 2400),
+    "zerovision/extras": (1447, 1300),
 }
 ELSEWHERE = {"zerovision": "scripts", "zerovision/commands": "scripts"}  # in whose room such a folder counts
 

@@ -22,7 +22,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def same_random_numbers():
-    """Draw the same numbers in a test whatever ran before it in the same process."""
+    """Draw the same numbers from PyTorch in a test whatever ran before it in the same process."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 

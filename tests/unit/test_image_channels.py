@@ -37,11 +37,18 @@ from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.loop import seed_dropout
 from zerovision.training.recipe.tuning import whiten_stem
 
+GENERATOR = np.random.default_rng(0)
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
+@pytest.fixture(autouse=True)
+def same_noise():
+    """Draw the same noise in a test whatever ran before it in the same process."""
+    GENERATOR.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
 def noise(*shape: int) -> np.ndarray:
-    return np.random.default_rng(shape).integers(0, 256, shape, dtype=np.uint8)
+    return GENERATOR.integers(0, 256, shape, dtype=np.uint8)
 
 
 def save_arrays(path, channels: int, side: int = 12) -> str:
@@ -277,8 +284,8 @@ def test_grey_digits_are_evaluated_predicted_and_exported(tmp_path):
 
 FILES_OF_MORE = {
     ("rgba.png", 4): lambda level: np.dstack([noise(24, 24, 3), np.full((24, 24), level, np.uint8)]),
-    ("deep.png", 1): lambda level: np.random.default_rng(level).integers(0, 300 * level, (24, 24), dtype=np.uint16),
-    ("deep.tif", 1): lambda level: np.random.default_rng(level).integers(0, 300 * level, (24, 24), dtype=np.uint16),
+    ("deep.png", 1): lambda level: GENERATOR.integers(0, 300 * level, (24, 24), dtype=np.uint16),
+    ("deep.tif", 1): lambda level: GENERATOR.integers(0, 300 * level, (24, 24), dtype=np.uint16),
 }
 
 

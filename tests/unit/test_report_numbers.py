@@ -10,7 +10,7 @@ import pytest
 from made_runs import RESTARTED, START, end, epoch, event, make_run, step
 
 from zerovision.delivery.report.charts import Frame, Line, draw, single_run_charts, thin
-from zerovision.delivery.report.per_class import class_table, confusion, sample_images
+from zerovision.delivery.report.per_class import MOST_IMAGES, class_table, confusion, sample_images
 from zerovision.delivery.report.run_facts import (
     SILENT_SECONDS,
     command_of,
@@ -369,11 +369,11 @@ def test_classes_and_confusion(tmp_path):
 def test_only_misclassified_images_are_shown(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
     (run.folder / "evaluation/worst/001.png").write_bytes(b"no picture")
-    shown = sample_images(run.folder, run.scores, "worst", 24)
+    shown = sample_images(run.folder, run.scores, "worst", MOST_IMAGES)
     assert [(image["label"], image["prediction"]) for image in shown] == [("cat", "dog"), ("dog", "cow")]
     assert [image["data_uri"][:16] for image in shown] == ["data:image/jpeg;", ""]
     assert [image["why"][:16] for image in shown] == ["data:image/jpeg;", ""]
-    (typical,) = sample_images(run.folder, run.scores, "typical", 24)
+    (typical,) = sample_images(run.folder, run.scores, "typical", MOST_IMAGES)
     assert (typical["label"], typical["prediction"], typical["why"][:16]) == ("cat", "cat", "data:image/jpeg;")
 
 

@@ -18,7 +18,7 @@ from tests.kit import wait_until
 from zerovision.delivery.report.page import MOST_RUNS
 from zerovision.extras import sweep as sweeps
 from zerovision.extras.settings import SweepSettings
-from zerovision.extras.sweep import prepare, rows_of, write_page, write_table
+from zerovision.extras.sweep import best_trial, prepare, rows_of, write_page, write_table
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import REPO_ROOT
 
@@ -69,7 +69,7 @@ def made(folder: Path, *varied: str, name: str = "rates", **values) -> SweepSett
 def best_of(running: sweeps.RunningSweep) -> str:
     """The flags of the best trial, which the first row of the table is of."""
     rows = rows_of(running)
-    best = rows[0].compared[0]
+    best = best_trial(rows)
     assert rows[0].values.items() <= best.values.items()
     return ",".join(best.values.values())
 

@@ -231,8 +231,7 @@ def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | No
             print(line, file=sys.stderr)
     apart, scores = trained_on.gather(world), plain.gather(world)
     averaged = of_views.gather(world) if views.are_several else None
-    known = apart if apart.samples else None
-    return (scores if scores.samples else apart), averaged, known
+    return scores if scores.samples else apart, averaged, apart if apart.samples else None
 
 
 def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:

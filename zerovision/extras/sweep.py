@@ -439,6 +439,11 @@ def rows_of(running: RunningSweep) -> list[Combination]:
     return sorted(rows, key=lambda row: row.rank, reverse=True)
 
 
+def best_trial(rows: Sequence[Combination]) -> SweepTrial | None:
+    """Return the best trial of the best combination; None if no trial has a score."""
+    return next(iter(rows[0].compared), None)
+
+
 def write_table(running: RunningSweep) -> Path:
     """Write sweep.csv, with one line per trial, into the sweep's folder, and return its path."""
     file = running.folder / "sweep.csv"
@@ -484,7 +489,7 @@ def run(given: SweepSettings) -> int:
             )
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
     rows = rows_of(running)
-    best = next(iter(rows[0].compared), None)  # None if no trial has a score
+    best = best_trial(rows)
     command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, given.words, best.flags)]) if best else ""
     table = write_table(running)
     for row in rows:

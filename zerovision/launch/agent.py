@@ -226,6 +226,7 @@ class Agent:
         self._remove_mark()
         assert self._folder
         self._folder.clear()
+        self._node_run = NodeRun(self._launch, self._launcher, self._folder, self._received, order["stop_timeout_s"])
         # The ranks' variables: this machine's and the launch's, plus the folder for heartbeats.
         environment = launch_environment(self._launch, self._folder, {**os.environ, **order["environment"]})
         restart = order["environment"][RESTARTS_VARIABLE]
@@ -236,7 +237,6 @@ class Agent:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // order["local_size"])))
         # This folder contains ninja, which compiles an engine's operators.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-        self._node_run = NodeRun(self._launch, self._launcher, self._folder, self._received, order["stop_timeout_s"])
         ending = self._node_run.run(order["command"], environment)
         progress, self._node_run = self._progress(), None
         return dataclasses.asdict(ending) | progress

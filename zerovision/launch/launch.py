@@ -269,10 +269,11 @@ def main(words: list[str]) -> int:
             nodes.connect([HERE])  # its agent starts while this process checks the rest, and exits if this process does
     given = resolve_strategy(given, given.nodes)
     config = check_training(given.training)
-    hosts = [HERE]  # rank 0's first
-    if given.hosts:
-        hosts = split_hosts(given.hosts, given.nodes)[: given.nodes]
-    elif not is_local:
+    if is_local:
+        hosts = [HERE]
+    elif given.hosts:
+        hosts = split_hosts(given.hosts, given.nodes)[: given.nodes]  # rank 0's first
+    else:
         default = Path("hostfile.txt")
         path = Path(given.hostfile or (default if default.is_file() else log_folder().parent / default))
         hosts = list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]

@@ -85,7 +85,7 @@ class Roster:
         nodes: the agents of the launch.
         hosts: the hosts' names, in the order of the ranks.
         prepare: the order that tells an agent to prepare.
-        retry_s: number of seconds after which a failed host is tried again.
+        retry_s: number of seconds after which a failed host is tried again; also an attribute.
     """
 
     def __init__(self, nodes: Nodes, hosts: Sequence[str], prepare: Message, retry_s: float = RETRY_SECONDS) -> None:

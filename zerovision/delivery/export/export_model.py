@@ -118,7 +118,7 @@ def export_model(settings: ExportSettings) -> Exported:
             write_json(folder / CALIBRATION, calibration.facts)
             about |= {CALIBRATION: b""}
         names = {fact: fact for fact in about} | {file.name: name}
-        for written, final in names.items():
+        for written, final in names.items():  # the checked files receive their final names
             sync_to_disk(folder / written)
             os.replace(folder / written, output / final)
         sync_to_disk(output)

@@ -105,7 +105,7 @@ def export_graph(job: ExportJob) -> ModelProto:
     # Nodes in the graph assemble an LSTM's weights from PyTorch's; folding turns the weights into constants again.
     model = optimizer.optimize(program.model_proto, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES)
     graph = model.graph
-    # The exporter notes where each node comes from, such as in stack traces with paths on this machine.
+    # Remove the exporter's notes about each node, such as stack traces with paths on this machine.
     for entry in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
         del entry.metadata_props[:]
         if hasattr(entry, "doc_string"):

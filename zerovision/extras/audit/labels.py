@@ -120,7 +120,7 @@ def wrong_label_probabilities(
         sharp = probabilities ** (1 / temperature)
         sharp = (1 - UNSURE) * sharp / sharp.sum(1, keepdims=True) + UNSURE / classes
         found = given
-        for _ in range(ITERATIONS):
+        for _ in range(ITERATIONS):  # expectation maximization; `found` is P(k | image, g)
             rates = found.T @ given + prior
             rates /= rates.sum(1, keepdims=True)
             joint = sharp * rates[:, labels].T

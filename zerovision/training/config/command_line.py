@@ -147,7 +147,7 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             word, equals, _ = unknown[0].partition("=")
             flags = [*self.flags, *others]
-            path, hint = os.path.expanduser(word), ""
+            hint, path = "", os.path.expanduser(word)
             if word.startswith("-") or equals:  # Ultralytics writes imgsz=224
                 names = [*flags, *(str(action.metavar or action.dest) for action in self._get_positional_actions())]
                 hint = ours(word, names) or nearest(plain(word), flags)

@@ -285,6 +285,7 @@ def _shares(total: int, taken: Sequence[int], left: int) -> list[int]:
     wanted = [total * (number + 1) // folds - total * number // folds for number in range(folds)]
     shares = [max(whole - has, 0) for whole, has in zip(wanted, taken, strict=True)]
     while sum(shares) > left:  # groups exceed a fold's share, so the fullest folds receive fewer images
-        fullest = max(filter(shares.__getitem__, range(folds)), key=lambda at: (taken[at] + shares[at], at))
+        folds_with_images = [fold for fold, share in enumerate(shares) if share]
+        fullest = max(folds_with_images, key=lambda fold: (taken[fold] + shares[fold], fold))
         shares[fullest] -= 1
     return shares

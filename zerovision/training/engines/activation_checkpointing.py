@@ -34,7 +34,7 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
     for child in module.children():
         layers = list(child.children())
         is_flat = isinstance(child, nn.Sequential) and not any(list(layer.children()) for layer in layers)
-        if layers and is_flat:
+        if is_flat and layers:  # recompute stages that end with a pooling layer
             stages: list[list[nn.Module]] = [[]]
             for layer in layers:
                 stages[-1].append(layer)

@@ -55,7 +55,7 @@ def peak_tflops(device_name: str) -> float | None:
 
     The unit is 10**12 operations per second.
     """
-    words = f" {' '.join(device_name.replace('-', ' ').split())} "
-    if " MIG " in words or " Laptop " in words:  # a slice of the GPU, or a different chip of the same name
+    spaced = f" {' '.join(device_name.replace('-', ' ').split())} "  # so that only whole words match
+    if " MIG " in spaced or " Laptop " in spaced:  # a slice of the GPU, or a different chip of the same name
         return None
-    return next((peak for name, peak in PEAK_TFLOPS.items() if f" {name.replace('-', ' ')} " in words), None)
+    return next((peak for name, peak in PEAK_TFLOPS.items() if f" {name.replace('-', ' ')} " in spaced), None)

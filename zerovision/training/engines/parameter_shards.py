@@ -174,7 +174,7 @@ def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int
         else:
             for offsets, sizes in boxes(shape[1:], start, min(start + high - low, row)):
                 yield (index, *offsets), (1, *sizes)
-        low = (index + max(rows, 1)) * row
+        low = (index + max(rows, 1)) * row  # where the next row begins; after the last box, `high` or beyond
 
 
 def of_first_group(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:

@@ -142,6 +142,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
             with communication():
                 work.wait()
             added = self._levels.finish(received, self._node_of, self._total, output_tensor)
+            del received, work  # frees the memory of a whole gradient
         else:
             received = input_tensor.new_empty(self._leaves.in_turn, len(output_tensor))
             with communication():

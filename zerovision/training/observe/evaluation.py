@@ -97,7 +97,7 @@ def check_replaceable(
 
 
 def _of_one_label(details: SampleScores, num_classes: int, name_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return what scores.json shows of single samples if each has one label.
+    """Return the parts of scores.json that exist only if each sample has one label.
 
     Returns:
         `confusion`, the rows [true class, predicted class, number of samples] of every pair of classes that occurs,

@@ -247,7 +247,7 @@ class Saver(Observer):
             save.error = self._write_and_commit(save, facts)
             if save.error is not None:
                 self._agree(lambda: discard(self._folder, save.name), only_main=True)
-                has_expired = self._backoff.failing_s() >= self._backoff.give_up_s
+                has_expired = self._backoff.is_failing and self._backoff.failing_s() >= self._backoff.give_up_s
                 verdicts = gather_objects(has_expired, self._world, self._world.save_group)
                 save.is_last_try = verdicts[0]  # by rank 0's clock
         except Exception as error:  # if a rank died, the agreement fails, and so will the training steps

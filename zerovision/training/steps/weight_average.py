@@ -92,7 +92,7 @@ def ema_decay_at(step: int, decay: float) -> float:
 def _pull_slow_weights(
     weights: torch.Tensor, state: dict[str, torch.Tensor], *, share: float | torch.Tensor, is_first: bool
 ) -> None:
-    """Move the slow weights toward the fast ones, which continue from there, if `share` is 1; do nothing if it is 0."""
+    """Move the slow weights toward the fast ones, which continue from there; a `share` of 0 changes no fast weight."""
     slow = state[SLOW_WEIGHTS]
     if is_first:
         slow.copy_(weights)

@@ -89,7 +89,8 @@ class PipelineEngine(TorchEngine):
         super().__init__(dataclasses.replace(setup, part=part))
         self.pipeline, self.count, self._own, self._staged = pipeline, count, own, staged
         self._is_last = pipeline.rank == pipeline.size - 1
-        self._boundaries, self._draws, self._schedule = boundaries, traced.draws, SCHEDULES[config.pipeline_schedule]
+        self._boundaries, self._draws = boundaries, traced.draws
+        self._schedule_class = SCHEDULES[config.pipeline_schedule]
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._works: list[Any] = []  # pending sends, with their tensors
 
@@ -207,7 +208,7 @@ class PipelineEngine(TorchEngine):
         """Return the schedule for images of this shape; a collective over the pipeline if the shape is new."""
         if shape not in self._schedules:
             stages = [_Stage(self, number, shape) for number in self._own]
-            self._schedules[shape] = self._schedule(
+            self._schedules[shape] = self._schedule_class(
                 stages if len(stages) > 1 else stages[0],
                 self._accumulation_steps,
                 loss_fn=self._scaled_loss,

@@ -241,7 +241,8 @@ def _split_region(module: nn.Module, name: str, region: Region, units: int, grou
         attention.attn_dim = attention.num_heads * attention.head_dim
         attention.__class__ = AttentionRope
         if attention.q_bias is not None:
-            attention.qkv.register_forward_hook(functools.partial(_add_biases, attention))  # deepcopy can rebind it
+            # Not a closure: deepcopy must bind the hook to the copied layer.
+            attention.qkv.register_forward_hook(functools.partial(_add_biases, attention))
 
 
 def _add_biases(layer: EvaAttention, _qkv: nn.Module, _inputs: tuple[Any, ...], outputs: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,8 @@ class JsonLinesLogger(EventLogger):
     def __init__(self, folder: RunFolder) -> None:
         if folder.metrics.exists():  # a killed run may have left a partial line, which the next line would continue
             content = folder.metrics.read_bytes()
-            os.truncate(folder.metrics, content.rfind(b"\n") + 1)
+            if (end := content.rfind(b"\n") + 1) < len(content):
+                os.truncate(folder.metrics, end)
         self._file = folder.metrics.open("a", encoding="utf-8", buffering=1)
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
