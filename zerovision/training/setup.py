@@ -51,23 +51,20 @@ def build(run: Run) -> Run:
     Raises:
         UserError: on all ranks, for a mistake that any rank found.
     """
-    config, world, data, found = run.config, run.world, run.data, run.start.found
-    task, head_epochs = asked_task(config), head_epochs_of(config)
-    dealt = (world.data.size, task.views, run.start.groups, parallel_plan(config, world).gradient_shards)
-    plan = agreed(lambda: build_plan(config, data.train.source, *dealt), world)
-    schedule = build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs)
-    run = _add_step(dataclasses.replace(run, task=task, plan=plan, schedule=schedule))
-
-    built, flops = build_training_model(config, data, world, loads_weights=found is None)
-    flops = flops if config.features == "computed" else None
-    run = dataclasses.replace(run, model=RunModel(built, head_epochs=head_epochs, flops=flops))
-    if found is not None:
-        agreed(lambda: check_fit(found, config, identity_of(run), plan.steps_per_epoch, data), world)
-
-    run = _add_engine(run)
+    for add in (_add_task, _add_step, _add_model, _add_engine):
+        run = add(run)
     readers = {"train": run.readers.train, "val": run.readers.val}
-    contents = ImageContents(run.folder, data, readers, world, run.loggers)
+    contents = ImageContents(run.folder, run.data, readers, run.world, run.loggers)
     return dataclasses.replace(run, readers=dataclasses.replace(run.readers, contents=contents))
+
+
+def _add_task(run: Run) -> Run:
+    """Add the task, the assignment of samples to batches, and the learning rate schedule."""
+    config, world, task = run.config, run.world, asked_task(run.config)
+    dealt = (world.data.size, task.views, run.start.groups, parallel_plan(config, world).gradient_shards)
+    plan = agreed(lambda: build_plan(config, run.data.train.source, *dealt), world)
+    schedule = build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs_of(config))
+    return dataclasses.replace(run, task=task, plan=plan, schedule=schedule)
 
 
 def _add_step(run: Run) -> Run:
@@ -83,6 +80,17 @@ def _add_step(run: Run) -> Run:
     build = partial(build_loaders, run.config, run.data, run.plan, run.world)
     readers = Readers(*agreed(lambda: run.task.readers(build), run.world))
     return dataclasses.replace(run, step=step, readers=readers)
+
+
+def _add_model(run: Run) -> Run:
+    """Add the model, and reject a checkpoint that does not fit the run."""
+    config, found, data = run.config, run.start.found, run.data
+    built, flops = build_training_model(config, data, run.world, loads_weights=found is None)
+    flops = flops if config.features == "computed" else None
+    run = dataclasses.replace(run, model=RunModel(built, head_epochs=head_epochs_of(config), flops=flops))
+    if found is not None:
+        agreed(lambda: check_fit(found, config, identity_of(run), run.plan.steps_per_epoch, data), run.world)
+    return run
 
 
 def _add_engine(run: Run) -> Run:
@@ -160,6 +168,17 @@ def prepare(config: TrainConfig, world: World, start: Start) -> Run:
     agreed(lambda: resolve_precision(config.precision, world.device), world)
     agreed(lambda: check_files(config), world)
     data = agreed(lambda: load_data(data_options(config)), world)
+    run = Run(config=config, world=world, start=start, folder=create_folder(config, start, world), data=data)
+    with removed_if_refused(run.folder):
+        run = choose_checkpoint(run)
+    if run.config.threads_per_rank:
+        torch.set_num_threads(run.config.threads_per_rank)
+    notes = (*note_unused_flags(run.config), *run.start.notes)
+    return dataclasses.replace(run, start=dataclasses.replace(run.start, notes=notes))
+
+
+def create_folder(config: TrainConfig, start: Start, world: World) -> RunFolder:
+    """Create the run's folders on rank 0; see `create_run_folder`; a collective."""
 
     def create() -> RunFolder:
         if config.run_name:
@@ -170,11 +189,4 @@ def prepare(config: TrainConfig, world: World, start: Start) -> Run:
     log_dir, name = broadcast_object([str(created.log_dir), created.name] if created else None, world)
     if world.is_main:
         start.heartbeat.run_name(name)
-    folder = created or RunFolder(Path(log_dir), name)
-    run = Run(config=config, world=world, start=start, folder=folder, data=data)
-    with removed_if_refused(run.folder):
-        run = choose_checkpoint(run)
-    if run.config.threads_per_rank:
-        torch.set_num_threads(run.config.threads_per_rank)
-    notes = (*note_unused_flags(run.config), *run.start.notes)
-    return dataclasses.replace(run, start=dataclasses.replace(run.start, notes=notes))
+    return created or RunFolder(Path(log_dir), name)

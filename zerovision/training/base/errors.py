@@ -33,6 +33,8 @@ def printable(text: str) -> str:
 
     Class names, file names and metadata come from outside and may contain anything.
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c in JOINERS else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -34,15 +34,8 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
     for child in module.children():
         layers = list(child.children())
         is_flat = isinstance(child, nn.Sequential) and not any(list(layer.children()) for layer in layers)
-        if is_flat and layers:  # recompute stages that end with a pooling layer
-            stages: list[list[nn.Module]] = [[]]
-            for layer in layers:
-                stages[-1].append(layer)
-                if isinstance(layer, nn.MaxPool2d | nn.AvgPool2d):
-                    stages.append([])
-            modules = [nn.Sequential(*stage) for stage in stages if stage]
-            child.forward = functools.partial(_run_stages, modules)
-            count += len(modules)
+        if is_flat and layers:
+            count += _checkpoint_pooling_stages(child)
             continue
         repeated = layers if isinstance(child, nn.Sequential | nn.ModuleList) else [child]
         for block in repeated:
@@ -69,6 +62,18 @@ def is_recomputed(module: nn.Module) -> bool:
     """Return whether a module, or every layer in it, is recomputed in backward."""
     forward = module.forward
     return isinstance(forward, functools.partial) and forward.func in (_recomputed, _run_stages)
+
+
+def _checkpoint_pooling_stages(stack: nn.Module) -> int:
+    """Recompute a flat stack of layers in stages that end with a pooling layer; return the number of stages."""
+    stages: list[list[nn.Module]] = [[]]
+    for layer in stack.children():
+        stages[-1].append(layer)
+        if isinstance(layer, nn.MaxPool2d | nn.AvgPool2d):
+            stages.append([])
+    modules = [nn.Sequential(*stage) for stage in stages if stage]
+    stack.forward = functools.partial(_run_stages, modules)
+    return len(modules)
 
 
 def _run_stages(stages: Sequence[nn.Module], features: torch.Tensor) -> torch.Tensor:

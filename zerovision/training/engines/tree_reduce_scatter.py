@@ -137,18 +137,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
 
         `output_tensor` does not change before the last micro-step, when it becomes the sum over all micro-steps.
         """
-        if self._levels is not None:
-            received, work = self._levels.start(input_tensor)
-            with communication():
-                work.wait()
-            added = self._levels.finish(received, self._node_of, self._total, output_tensor)
-            del received, work  # frees the memory of a whole gradient
-        else:
-            received = input_tensor.new_empty(self._leaves.in_turn, len(output_tensor))
-            with communication():
-                dist.all_to_all_single(received.view(-1), input_tensor, group=group)
-            nodes = map(self._node_of, range(self._first_rank, self._first_rank + self._leaves.in_turn))
-            added = add_nodes(zip(nodes, received, strict=True), self._total, output_tensor)
+        added = self._add_ranks(input_tensor, output_tensor, group)
         before = self._sums if self.leaf else []
         self._sums = add_nodes([*before, *added], self._total, output_tensor)
         if self.leaf < self._leaves.per_rank - 1:
@@ -163,6 +152,21 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         """Return the node of the leaf that a rank computed in this micro-step."""
         leaf = self._leaves.number(rank, self.leaf)
         return TreeNode(leaf, leaf + 1)
+
+    def _add_ranks(
+        self, gradients: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup
+    ) -> list[tuple[TreeNode, torch.Tensor]]:
+        """Add the gradients [n] that a replica's ranks computed in this micro-step; return sums like `add_nodes`."""
+        if self._levels is not None:
+            received, work = self._levels.start(gradients)
+            with communication():
+                work.wait()
+            return self._levels.finish(received, self._node_of, self._total, out)
+        received = gradients.new_empty(self._leaves.in_turn, len(out))
+        with communication():
+            dist.all_to_all_single(received.view(-1), gradients, group=group)
+        nodes = (self._node_of(rank) for rank in range(self._first_rank, self._first_rank + self._leaves.in_turn))
+        return add_nodes(zip(nodes, received, strict=True), self._total, out)
 
     def _add_replicas(self, out: torch.Tensor) -> None:
         """Add the sums of all replicas, each over the replica's own leaves, into `out` [n]; a collective.
