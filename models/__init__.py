@@ -1,4 +1,4 @@
-"""Defines the table of networks, which `zerovision.models.build` builds.
+"""Defines the table of networks, which `zerovision.models.build` builds, and the sizes of their images.
 
 Importing this module loads neither torch nor timm, because the command line reads the table for `--help`.
 """
@@ -100,3 +100,29 @@ def model_spec(name: str) -> ModelSpec:
     rates = {spec.timm_name: spec.learning_rate for spec in MODELS.values() if not spec.always_pretrained}
     rate = rates.get(timm_name.partition(".")[0], USUAL_RATE)
     return ModelSpec(f"timm's {timm_name}", timm_name=timm_name, learning_rate=rate)
+
+
+ImageSize = int | str
+"""The side of square images in pixels, such as 224; 'HEIGHTxWIDTH' for other images, such as '224x448'."""
+
+_SIDES = re.compile(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}")
+
+
+def sides(size: ImageSize) -> tuple[int, int]:
+    """Return height and width in pixels."""
+    height, _, width = str(size).partition("x")
+    return int(height), int(width or height)
+
+
+def size_of(height: int, width: int) -> ImageSize:
+    """Return the image size for a height and a width in pixels."""
+    return height if height == width else f"{height}x{width}"
+
+
+def read_size(word: str) -> ImageSize:
+    """Parse a size that a user typed.
+
+    Raises:
+        ValueError: if `word` is not a size.
+    """
+    return size_of(*sides(word)) if _SIDES.fullmatch(word) else int(word)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerovision.models import MODELS, MOST_MEMBERS, model_spec
+from zerovision.models import MODELS, MOST_MEMBERS, ImageSize, model_spec
 from zerovision.models.class_order import head_by_name, published_classes
 from zerovision.models.dry_run import as_names, create_for_image_size, set_strides
 from zerovision.models.ensemble import Ensemble
-from zerovision.models.sides import ImageSize
 from zerovision.models.timm_models import adapt_weights, check_rates, create
 from zerovision.models.weights_file import StateDict, load_weights_file
 from zerovision.models.weights_metadata import Description

@@ -23,8 +23,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from zerovision.models import ImageSize, sides, size_of
 from zerovision.models.ensemble import Ensemble
-from zerovision.models.sides import ImageSize, sides, size_of
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.settings import RunSettings

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from zerovision.models import model_spec
-from zerovision.models.sides import ImageSize, sides, size_of
+from zerovision.models import ImageSize, model_spec, sides, size_of
 from zerovision.models.weights_metadata import Preprocessing, open_weights, read_facts
 from zerovision.training.base.errors import UserError
 

@@ -22,9 +22,8 @@ from huggingface_hub.utils import get_session
 from timm.layers import Conv2dSame, DropPath
 from torch import nn
 
-from zerovision.models import HUB_PREFIX, MODELS, model_spec
+from zerovision.models import HUB_PREFIX, MODELS, ImageSize, model_spec, sides
 from zerovision.models.dry_run import as_names
-from zerovision.models.sides import ImageSize, sides
 from zerovision.models.weights_metadata import Description
 from zerovision.training.base.errors import UserError, nearest, shown
 

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from safetensors import safe_open
 
-from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS
-from zerovision.models.sides import ImageSize, read_size, sides
+from zerovision.models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS, ImageSize, read_size, sides
 from zerovision.training.base.errors import shown
 from zerovision.training.base.units import plural
 

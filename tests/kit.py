@@ -25,8 +25,8 @@ import pytest
 import torch
 from PIL import Image
 
+from zerovision.models import ImageSize
 from zerovision.models.build import BuiltModel, build_model
-from zerovision.models.sides import ImageSize
 from zerovision.training.base.points import RunLogger, StepPoint
 from zerovision.training.checkpoint.weights import save_weights
 from zerovision.training.config import TrainConfig

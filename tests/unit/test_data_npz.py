@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerovision.models.sides import size_of
+from zerovision.models import size_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 

@@ -22,7 +22,7 @@ from timm.data import create_transform, resolve_model_data_config
 from tests.kit import ALONE, call, new_model, save_built
 from zerovision.delivery.calibration import calibration_file
 from zerovision.delivery.publish import write_model_card
-from zerovision.models.sides import ImageSize, sides
+from zerovision.models import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base import plugins
 from zerovision.training.base.files import sha256_of, write_json

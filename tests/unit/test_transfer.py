@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data import DataOptions
 from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation
-from zerovision.training.data.batch_transforms import BatchTransforms, Mixing
-from zerovision.training.data.transfer import to_device
+from zerovision.training.data.batch_transforms import BatchTransforms, Mixing, to_device
 from zerovision.training.tasks.labels import OneLabel
 
 BATCH, SIZE = 4, 8

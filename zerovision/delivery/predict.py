@@ -35,12 +35,12 @@ from zerovision.training.base.files import csv_line, errors_of_writing, replacin
 from zerovision.training.base.units import plural
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
+from zerovision.training.data.class_names import SEPARATOR
 from zerovision.training.data.folder import SYSTEM_NAMES
 from zerovision.training.data.reading.files import ARRAY_EXTENSION, IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError
 from zerovision.training.data.reading.image_numbers import ModelInput
 from zerovision.training.data.reading.retry import entries_of, is_folder, patiently
 from zerovision.training.data.settings import NUMBERS
-from zerovision.training.data.targets import SEPARATOR
 from zerovision.training.tasks.labels import task_of
 from zerovision.training.world.preserved_process import preserved_torch_settings
 from zerovision.training.world.world import use_exact_fp32

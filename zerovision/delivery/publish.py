@@ -30,7 +30,7 @@ from zerovision.delivery.intervals import interval_of
 from zerovision.delivery.report.run_files import count_global_batch, read_run
 from zerovision.delivery.settings import PublishSettings
 from zerovision.delivery.trained_model import find_model, read_run_config
-from zerovision.models.sides import sides
+from zerovision.models import sides
 from zerovision.models.timm_models import timm_size
 from zerovision.models.weights_metadata import Description, Preprocessing
 from zerovision.training.base.errors import UserError, one_line, shown

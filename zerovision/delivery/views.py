@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerovision.delivery.calibration import Calibration, Views
-from zerovision.models.sides import sides
+from zerovision.models import sides
 from zerovision.training.base.errors import UserError
 from zerovision.training.tasks.labels import OneLabel, task_of
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from zerovision.models import MODELS, TIMM_PREFIX
-from zerovision.models.sides import sides
+from zerovision.models import MODELS, TIMM_PREFIX, sides
 from zerovision.models.weights_metadata import open_weights, read_facts
 from zerovision.planning.choose import (
     EFFORTS,

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from zerovision.models.sides import ImageSize, sides
+from zerovision.models import ImageSize, sides
 from zerovision.planning.machines import GPUS_PER_NODE, Machine, PlanSettings, detect_machine, find_gpu
 from zerovision.planning.recommend import MESH, reason, recommend
 from zerovision.planning.run_workload import build_network, optimizer_of

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from zerovision.models.sides import sides, size_of
+from zerovision.models import sides, size_of
 from zerovision.planning.machines import GPUS
 from zerovision.planning.search import Option, PlannedJob, engines_of, evaluate, fits
 from zerovision.training.base.errors import UserError

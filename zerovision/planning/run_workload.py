@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from zerovision.models import ImageSize, sides
 from zerovision.models.activations import Activations, Piece, activations
 from zerovision.models.build import build_model
 from zerovision.models.dry_run import forward_flops, without_data
 from zerovision.models.ensemble import Ensemble
-from zerovision.models.sides import ImageSize, sides
 from zerovision.planning.memory import FLOAT32_BYTES, ModelSizes, RankShare
 from zerovision.training.base.errors import UserError
 from zerovision.training.config import TrainConfig

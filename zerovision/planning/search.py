@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from zerovision.models import ImageSize
 from zerovision.models.activations import Activations
-from zerovision.models.sides import ImageSize
 from zerovision.planning.machines import CPU, Gpu, Machine
 from zerovision.planning.memory import MemoryPlan, ModelSizes, RankShare, plan_memory
 from zerovision.planning.run_workload import Workload, stages_of, workload_of

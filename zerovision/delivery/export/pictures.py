@@ -17,7 +17,7 @@ from torchvision.transforms import InterpolationMode
 from zerovision.delivery.calibration import NONE_OF_THESE, PLAIN, Calibration
 from zerovision.delivery.export.output_folder import PICTURE_STEPS
 from zerovision.delivery.views import probabilities_of
-from zerovision.models.sides import sides
+from zerovision.models import sides
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.augment import FILTERS, resize_weights
 from zerovision.training.data.reading.image_numbers import BYTES

@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from zerovision.models import HUB_PREFIX
-from zerovision.models.sides import ImageSize
+from zerovision.models import HUB_PREFIX, ImageSize
 from zerovision.training.base.errors import (
     FILE_SERVER_EXIT_CODE,
     RANK_0_MESSAGE_SECONDS,

@@ -10,8 +10,7 @@ from functools import cache
 from string import ascii_uppercase
 from typing import Any, get_args, get_type_hints
 
-from zerovision.models import hub_name_of
-from zerovision.models.sides import ImageSize, read_size, sides
+from zerovision.models import ImageSize, hub_name_of, read_size, sides
 from zerovision.training.base.errors import UserError, either, nearest, ours, plain, shown
 from zerovision.training.base.plugins import names_of
 from zerovision.training.base.run_folder import as_typed

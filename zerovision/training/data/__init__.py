@@ -12,8 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from zerovision.models import LARGEST_IMAGE_SIZE
-from zerovision.models.sides import sides
+from zerovision.models import LARGEST_IMAGE_SIZE, sides
 from zerovision.training.base.errors import UserError, check_name
 from zerovision.training.data.augmentations import MIN_IMAGE_SIZE
 from zerovision.training.data.reading.remote import check_url

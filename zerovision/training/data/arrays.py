@@ -18,8 +18,7 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from zerovision.models import MOST_IMAGE_CHANNELS
-from zerovision.models.sides import sides, size_of
+from zerovision.models import MOST_IMAGE_CHANNELS, sides, size_of
 from zerovision.training.base.errors import FileServerError, UserError
 from zerovision.training.base.units import plural
 from zerovision.training.data import DataOptions

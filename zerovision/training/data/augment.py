@@ -23,7 +23,7 @@ from PIL import Image, ImageFilter, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional
 
-from zerovision.models.sides import ImageSize, sides
+from zerovision.models import ImageSize, sides
 from zerovision.models.weights_metadata import BYTES, Preprocessing
 from zerovision.training.data.augmentations import Augmentation
 

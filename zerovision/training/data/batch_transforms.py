@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from zerovision.models.sides import ImageSize, sides
+from zerovision.models import ImageSize, sides
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.data import DataOptions
 from zerovision.training.data.augmentations import Augmentation
 from zerovision.training.data.randomness import FIRST_ERASING_DRAW, uniform_draws
 from zerovision.training.data.reading.image_numbers import BYTES
-from zerovision.training.data.transfer import to_device
 
 # Zhong et al., "Random Erasing Data Augmentation", arXiv:1708.04896; values as in timm
 AREA = (0.02, 1 / 3)  # of the image
@@ -316,3 +315,14 @@ class Mixing:
         top, bottom, left, right = ends
         part = (bottom - top) * (right - left) / math.prod(shape)
         return Mix(1 - part, (top, bottom, left, right))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device; copying from the host to a GPU does not wait for the GPU's pending work.
+
+    A copy is asynchronous only from page-locked memory. PyTorch reuses page-locked memory only after all copies from it
+    are done, so the source may be released immediately.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

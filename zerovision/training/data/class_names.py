@@ -1,4 +1,4 @@
-"""Class names: which values are labels in any source, and how the classes are ordered.
+"""Class names: which values are labels in any source, how the classes are ordered, and which classes a label lists.
 
 A text label is used as written, except that leading and trailing blanks are removed and Unicode is normalized to NFC. A
 label is a number if it has a numeric type, or if it is an index into given names.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from decimal import Decimal
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.data.settings import READ_LISTS
@@ -164,3 +166,47 @@ def _is_whole(label: Label) -> bool:
 def _without_spelling(name: str) -> str:
     plain = "".join(name.casefold().split())
     return str(Decimal(plain).normalize()) if _DECIMAL.fullmatch(plain) and len(plain) < 25 else plain
+
+
+SEPARATOR = ";"  # between the classes in a label's name
+
+
+class LabelTargets(NamedTuple):
+    """The distinct labels in a data set, each of which stands for any number of classes.
+
+    Attributes:
+        names: Names of the S labels: their classes, separated by semicolons.
+        targets: float32 [S, K], 1 for each class of a label, otherwise 0.
+    """
+
+    names: list[str]
+    targets: torch.Tensor
+
+
+def classes_of(name: str) -> list[str]:
+    """Return the classes that a label stands for, given its name."""
+    return name.split(SEPARATOR) if name else []
+
+
+def targets_of(names: list[str], class_names: Sequence[str]) -> LabelTargets:
+    """Return the targets of the labels with these names, without duplicates, for the classes in this order."""
+    numbers = {name: number for number, name in enumerate(class_names)}
+    targets = torch.zeros(len(names), len(class_names))
+    for row, name in enumerate(names):
+        targets[row, [numbers[one] for one in classes_of(name)]] = 1
+    return LabelTargets(names, targets)
+
+
+def rarest_classes(names: Sequence[str], images: Sequence[int]) -> list[str]:
+    """Return the rarest class of each label, or '' for a label without classes.
+
+    Some images of each group with the same rarest class are held out, so that rare classes are represented, too.
+
+    Args:
+        names: Names of the labels.
+        images: Number of images with each label.
+    """
+    counts: Counter[str] = Counter()
+    for name, number in zip(names, images, strict=True):
+        counts.update(dict.fromkeys(classes_of(name), number))
+    return [min(classes_of(name), key=lambda one: (counts[one], one), default="") for name in names]

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
+from zerovision.models import ImageSize, sides, size_of
 from zerovision.models.preparation import Preparation, differences
-from zerovision.models.sides import ImageSize, sides, size_of
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.errors import UserError, either, shown
 from zerovision.training.base.units import plural
@@ -32,7 +32,7 @@ from zerovision.training.data.augment import (
 from zerovision.training.data.augmentations import AUGMENTATIONS, Augmentation, SizeRamp, augmentation_of, size_ramp
 from zerovision.training.data.bad_images import bad_image_budget
 from zerovision.training.data.batch_transforms import BatchTransforms, Mixing
-from zerovision.training.data.class_names import first_names, notes_on_names
+from zerovision.training.data.class_names import LabelTargets, first_names, notes_on_names, targets_of
 from zerovision.training.data.division import fingerprint
 from zerovision.training.data.images import Images
 from zerovision.training.data.randomness import COPY, FIRST_CROP_DRAW, seed_global_generators, uniform_draws
@@ -40,7 +40,6 @@ from zerovision.training.data.reading.files import ImageError
 from zerovision.training.data.reading.image_numbers import BYTES, note_unused_range, statistics
 from zerovision.training.data.reading.sources import ArraySource, FileSource, Source, open_files
 from zerovision.training.data.settings import IMBALANCE, NUMBERS
-from zerovision.training.data.targets import LabelTargets, targets_of
 from zerovision.training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

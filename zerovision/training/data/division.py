@@ -19,11 +19,10 @@ import numpy as np
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.data import DataOptions
-from zerovision.training.data.class_names import number_classes
+from zerovision.training.data.class_names import number_classes, rarest_classes
 from zerovision.training.data.images import Images, pieces
 from zerovision.training.data.parts import CLASSES_ANYWAY, PARTS, TRAIN, VAL, parts_of_splits
 from zerovision.training.data.reading.files import ImageError
-from zerovision.training.data.targets import rarest_classes
 
 TOLERANCE = 0.1  # allowed deviation, as a share of the expected number of held-out images, plus one image
 

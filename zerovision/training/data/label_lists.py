@@ -15,11 +15,10 @@ from typing import Any
 
 from zerovision.training.base.errors import UserError, shown
 from zerovision.training.base.files import as_given
-from zerovision.training.data.class_names import clean, label_of
+from zerovision.training.data.class_names import SEPARATOR, classes_of, clean, label_of
 from zerovision.training.data.images import Images
 from zerovision.training.data.settings import READ_LISTS
 from zerovision.training.data.table import TableColumns
-from zerovision.training.data.targets import SEPARATOR, classes_of
 
 SEPARATORS = re.compile(r"[;|]")
 LISTS = re.compile(r"[;|,]|^[\[({]")  # in a cell that may contain more than one label

@@ -15,13 +15,13 @@ import torch
 
 from zerovision.training.base.control_groups import usable_cores
 from zerovision.training.data.bad_images import check_budget
+from zerovision.training.data.batch_transforms import to_device
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.reader import Batch, WorkerPool, batch_of, fit_workers_into_memory, read_batch
 from zerovision.training.data.reading.image_numbers import BYTES
 from zerovision.training.data.reading.sources import UNKNOWN, ArraySource, Source
 from zerovision.training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from zerovision.training.data.settings import DataSettings
-from zerovision.training.data.transfer import to_device
 from zerovision.training.world.collectives import gather_rows
 from zerovision.training.world.world import World
 

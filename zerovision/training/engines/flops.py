@@ -6,8 +6,8 @@ from functools import cached_property
 
 from torch import nn
 
+from zerovision.models import ImageSize
 from zerovision.models.dry_run import training_flops, without_data
-from zerovision.models.sides import ImageSize
 
 # Words in PyTorch's name of a device -> 10**12 operations per second for dense 16-bit matrix products (BF16; FP16
 # before Ampere) that accumulate in FP32, with the source. Data sheets that list twice as much assume sparsity. The

@@ -10,7 +10,7 @@ import torch
 
 from zerovision.models.ensemble import log_mean_probability
 from zerovision.training.base.files import replacing
-from zerovision.training.data.transfer import to_device
+from zerovision.training.data.batch_transforms import to_device
 from zerovision.training.observe.observer import Observer, Seen
 from zerovision.training.tasks.scores import rows_of_all
 from zerovision.training.world.world import World

@@ -23,8 +23,8 @@ import torch
 from zerovision.training.base.errors import WRONG_GRADIENT_EXIT_CODE, RunEnded, UserError, either, printable
 from zerovision.training.base.points import Loggers
 from zerovision.training.base.units import plural
+from zerovision.training.data.batch_transforms import to_device
 from zerovision.training.data.reader import Batch
-from zerovision.training.data.transfer import to_device
 from zerovision.training.engines.engine import Step, StepInput, StepResult, TimedEngine
 from zerovision.training.observe.settings import ObserveSettings
 from zerovision.training.observe.step_hashes import tensor_hash

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from zerovision.models.ensemble import log_mean_probability
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.units import format_bytes, plural
+from zerovision.training.data.batch_transforms import to_device
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.sampler import EvaluationPlan
-from zerovision.training.data.transfer import to_device
 from zerovision.training.tasks.class_counts import ClassCounts
 from zerovision.training.world.collectives import copy_from_main, gather_rows, sum_over_ranks
 from zerovision.training.world.world import World

@@ -29,11 +29,11 @@ from zerovision.training.base.run_folder import WEIGHTS, log_folder
 from zerovision.training.base.settings import RunSettings
 from zerovision.training.base.units import format_duration, plural
 from zerovision.training.checkpoint.weights import load_model
+from zerovision.training.data.batch_transforms import to_device
 from zerovision.training.data.class_names import read_class_names
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.data.loader import Loader, SampleRows
 from zerovision.training.data.reader import Batch
-from zerovision.training.data.transfer import to_device
 from zerovision.training.engines.engine import Loss
 from zerovision.training.engines.precision import under_autocast
 from zerovision.training.tasks.task import Forward
