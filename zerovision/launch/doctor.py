@@ -67,7 +67,7 @@ class DoctorSettings(CommandSettings):
     python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # the hostfile's machines and their network
     python scripts/doctor.py --hosts node01,node02 --json
     python scripts/doctor.py --check-data ~/photos                      # every image of a data set
-    python scripts/doctor.py --check-data list.csv --label-column tags
+    python scripts/doctor.py --check-data list.csv --label-column species
 
     The trainer's flags, such as --task and --label-column, also work here. Inside a Slurm job the doctor examines the
     job's machines. Exit code: 0 if there is no problem, 1 if there is one, 2 for a mistake in the arguments.
