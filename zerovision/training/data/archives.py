@@ -44,45 +44,26 @@ AnyPath = TypeVar("AnyPath", bound=PurePath)
 
 
 class Index(NamedTuple):
-    """The contents of an archive.
+    """The contents of an archive."""
 
-    Attributes:
-        images: The images in file order.
-        class_names: Names of the labels, if the archive contains them.
-        left_out: Number of samples skipped because they have no image or are marked as unlabeled.
-        columns: See `Kind.columns`.
-        unused: Names of unused columns or JSON keys.
-        dotted: Number of images skipped because their names contain more than one dot, and the first such name.
-        state: Size of the archive in bytes, and its modification time in ns.
-        file: Inode number of a local archive, and the inode's change time in ns.
-        checksum: See `checksum_of`; `UNKNOWN_CHECKSUM` unless the archive is, or was, read from a URL.
-    """
-
-    images: Images
-    class_names: Sequence[str] = ()
-    left_out: int = 0
-    columns: Sequence[str] = ()
-    unused: Sequence[str] = ()
-    dotted: tuple[int, str] = (0, "")
-    state: tuple[int, int] = (0, 0)
-    file: tuple[int, int] = (0, 0)
-    checksum: int = UNKNOWN_CHECKSUM
+    images: Images  # in file order
+    class_names: Sequence[str] = ()  # of the labels, if the archive contains them
+    left_out: int = 0  # number of samples skipped because they have no image or are marked as unlabeled
+    columns: Sequence[str] = ()  # see `Kind.columns`
+    unused: Sequence[str] = ()  # names of unused columns or JSON keys
+    dotted: tuple[int, str] = (0, "")  # images skipped because of several dots in their names, and the first such name
+    state: tuple[int, int] = (0, 0)  # size of the archive in bytes, and its modification time in ns
+    file: tuple[int, int] = (0, 0)  # inode number of a local archive, and the inode's change time in ns
+    checksum: int = UNKNOWN_CHECKSUM  # see `checksum_of`; known if the archive is, or was, read from a URL
 
 
 class Kind(NamedTuple):
-    """A kind of archive.
+    """A kind of archive."""
 
-    Attributes:
-        suffix: Suffix of the file names.
-        scan: Builds an archive's index from its contents; may raise UserError.
-        open: Returns a reader for the images in archive files, given the states of the files.
-        columns: The requested columns; an index made for other columns is rebuilt.
-    """
-
-    suffix: str
-    scan: Callable[[Path], Index]
-    open: Callable[[Sequence[Path], Sequence[tuple[int, int]]], Archive]
-    columns: Sequence[str] = ()
+    suffix: str  # of the file names
+    scan: Callable[[Path], Index]  # may raise a UserError
+    open: Callable[[Sequence[Path], Sequence[tuple[int, int]]], Archive]  # takes the files and their `Index.state`
+    columns: Sequence[str] = ()  # the requested columns; an index made for other columns is rebuilt
 
 
 def read(kind: Kind, options: DataOptions) -> Images:
@@ -104,17 +85,10 @@ def read(kind: Kind, options: DataOptions) -> Images:
 def listing_of(
     root: PurePath, indexes: list[Index], archive: Archive, options: DataOptions, read_names: Callable[[], bytes]
 ) -> Images:
-    """Return the images that indexes of archives list; an image's part comes from a column or from the file name.
+    """Return the images that the indexes of an archive's files list, or raise a UserError.
 
-    Args:
-        root: Folder of the archives.
-        indexes: Index of each file of `archive`.
-        archive: Reads the images from its files.
-        options: Options of the data.
-        read_names: Returns the contents of `CLASS_NAMES`, or raises OSError.
-
-    Raises:
-        UserError: If there is no image, or a label has no name.
+    An image's part comes from a column or from the file name. `read_names` returns the contents of `CLASS_NAMES`, or
+    raises OSError.
     """
     files, notes = archive.files, list(_notes(indexes))
     if not any(len(index.images) for index in indexes):

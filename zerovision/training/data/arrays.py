@@ -79,11 +79,7 @@ def _waves(num_images: int, stream: int) -> ArraySource:
 
 
 def _load_npz(options: DataOptions) -> DatasetPair:
-    """Load images [N, H, W] or [N, H, W, C], labels [N] (numbers or names), and optional class names [classes].
-
-    Raises:
-        UserError: If the file is missing or not a NumPy file, or an array has the wrong shape or type.
-    """
+    """Load images [N, H, W] or [N, H, W, C], labels [N] (numbers or names), and any class names, or raise UserError."""
     path = Path(os.path.expanduser(options.data.partition(":")[2]))
     try:
         arrays = patiently(partial(_arrays, path), path)

@@ -43,20 +43,11 @@ FILTERS = {
 def resized_centre(
     image: torch.Tensor, resize_size: ImageSize, size: ImageSize, mode: InterpolationMode
 ) -> torch.Tensor:
-    """Resize the shorter side (or cover a non-square size), then crop the center.
+    """Resize the shorter side (or cover a non-square size) of an image, [C, H, W], then crop the center.
 
     If an image thinner than 1:20 is enlarged, only the pixels that contribute to the center are read. The resulting
     bytes equal those of `resize` and `center_crop` where PyTorch resizes bytes natively (x86 with AVX2, ARM).
-    Elsewhere, bytes differ by at most 1; floats differ by rounding errors.
-
-    Args:
-        image: uint8 or float32 [C, H, W].
-        resize_size: Size before cropping, in pixels.
-        size: Size of the center, in pixels.
-        mode: Bilinear or bicubic, with antialiasing.
-
-    Returns:
-        The center in the dtype of `image`, [C, h, w].
+    Elsewhere, uint8 differs by at most 1; float32 differs by rounding errors.
     """
     height, width = image.shape[-2:]
     (rows_there, columns_there), centre = sides(resize_size), sides(size)
@@ -151,14 +142,7 @@ def random_box(
 
     The area and the log-uniform aspect ratio are drawn up to 10 times until they fit; if they never fit, the result is
     the largest central part with an allowed aspect ratio. The distribution is the same as in torchvision's
-    `RandomResizedCrop.make_params`.
-
-    Args:
-        height: Height of the image in pixels.
-        width: Width of the image in pixels.
-        draws: `CROP_DRAWS` numbers, uniform in [0, 1).
-        scale: Smallest and largest share of the area.
-        ratio: Smallest and largest width, as a multiple of the height.
+    `RandomResizedCrop.make_params`. `draws` are `CROP_DRAWS` numbers, uniform in [0, 1).
     """
     across, down = draws[0], draws[1]
     log_ratio = (math.log(ratio[0]), math.log(ratio[1]))
@@ -261,10 +245,7 @@ def _randaugment(augmentation: Augmentation, preprocessing: Preprocessing) -> Ca
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep 0 to 8 bits of each pixel; with 0 bits, the image becomes black, as in Pillow before version 13.
-
-    timm uses 0 bits, but Pillow 13 rejects this value.
-    """
+    """Keep 0 to 8 bits of each pixel; 0 bits, which timm uses and Pillow 13 rejects, make the image black."""
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
 

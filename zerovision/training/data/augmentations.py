@@ -167,17 +167,11 @@ STEP, SMALL_STEP, SMALL_BELOW = 32, 4, 128  # pixels
 
 @dataclass(frozen=True)
 class SizeRamp:
-    """Progressive resizing as in ffcv-imagenet's `get_resolution`.
+    """Progressive resizing as in ffcv-imagenet's `get_resolution`."""
 
-    Attributes:
-        low: Side of the images in pixels, from epoch 0 to epoch `first`.
-        first: The last epoch with images of side `low`.
-        last: The first epoch with images of full size, if it is later than `first`.
-    """
-
-    low: int
+    low: int  # side of the images in pixels, up to and including epoch `first`
     first: int
-    last: int
+    last: int  # the first epoch with images of full size, if it is later than `first`
 
     def size(self, epoch: int, full: int) -> int:
         """Return the side of an epoch's images in pixels, which grows linearly between epochs `first` and `last`.

@@ -34,17 +34,8 @@ def read_or_replace(
 ) -> tuple[torch.Tensor, ImageError | None]:
     """Read an image, or replace it with the next readable one, so that BatchNorm sees a real image in its slot.
 
-    Args:
-        read: Returns the image at an index.
-        index: Index of the image.
-        dataset: The data set.
-
-    Returns:
-        The image, and the error if the image at `index` could not be read, in which case its slot gets weight 0.
-
-    Raises:
-        ImageError: If the image is unreadable, and no unreadable images are allowed.
-        UserError: If more than `dataset.most_bad` consecutive images are unreadable.
+    Return the error of a replaced image, too, whose slot then gets weight 0. Raise ImageError if no unreadable images
+    are allowed, or a UserError if more than `dataset.most_bad` consecutive images are unreadable.
     """
     try:
         return read(index), None

@@ -38,13 +38,8 @@ NOISE_LENGTH = 2**20
 class RandomErasing:
     """Erases a rectangle in some images of a batch.
 
-    Args:
-        probability: Probability of erasing a rectangle in an image.
-        mode: What fills the rectangle: "const" for zeros (the mean color), "rand" for normal noise with one number per
-            channel, or "pixel" for normal noise with one number per pixel and channel.
-        size: Size of the images in pixels.
-        seed: The run's seed.
-        channels: Number of channels C.
+    The mode says what fills the rectangle: "const" for zeros (the mean color), "rand" for normal noise with one number
+    per channel, or "pixel" for normal noise with one number per pixel and channel.
     """
 
     def __init__(self, probability: float, mode: str, size: ImageSize, seed: int, channels: int = 3) -> None:
@@ -81,24 +76,16 @@ class RandomErasing:
 
 @lru_cache(maxsize=2)
 def _noise(seed: int, device: torch.device) -> torch.Tensor:
-    """Return fixed normal noise, float32 [NOISE_LENGTH]; drawing it for every pixel would take longer than a step.
-
-    NumPy guarantees the same numbers from `RandomState` in all versions.
-    """
-    noise = np.random.RandomState(seed).standard_normal(NOISE_LENGTH)
+    """Return fixed normal noise, float32 [NOISE_LENGTH]; drawing it for every pixel would take longer than a step."""
+    noise = np.random.RandomState(seed).standard_normal(NOISE_LENGTH)  # the same numbers in all versions of NumPy
     return to_device(torch.from_numpy(noise.astype(np.float32)), device)
 
 
 def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.ndarray:
     """Choose the rectangles to erase; an area and a log-uniform aspect ratio are drawn up to 10 times until they fit.
 
-    Args:
-        size: Size of the images in pixels.
-        probability: Probability of erasing a rectangle in an image.
-        draws: float64 [B, ERASING_DRAWS], uniform in [0, 1).
-
-    Returns:
-        int64 [6, K] for K <= B rectangles: slot in the batch, top, left, height, width, and offset in the noise.
+    The draws, float64 [B, ERASING_DRAWS], are uniform in [0, 1). The result is int64 [6, K] for K <= B rectangles:
+    slot in the batch, top, left, height, width, and offset in the noise.
     """
     rows, columns = sides(size)
     log_low, log_high = map(math.log, RATIO)
@@ -118,13 +105,7 @@ BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
 
 
 class BatchTransforms:
-    """The last steps of an augmentation, for a batch of images of one size: uint8, or float32 from `to_values`.
-
-    Args:
-        preprocessing: See `DatasetPair.preprocessing`.
-        augmentation: The augmentation, whose shift, mirror and erasing are applied here.
-        seed: Seed of the augmentation.
-    """
+    """The last steps of an augmentation, for a batch of images of one size: uint8, or float32 from `to_values`."""
 
     def __init__(self, preprocessing: Preprocessing, augmentation: Augmentation, seed: int) -> None:
         self.augmentation, self.seed, self.sides = augmentation, seed, preprocessing.sides
@@ -171,14 +152,7 @@ class BatchTransforms:
         return images
 
     def from_set(self, padded: torch.Tensor, positions: np.ndarray, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
-        """Take images from a set padded by `with_border`, and transform them.
-
-        Args:
-            padded: uint8 or float32 [N, S + 2 * border, S + 2 * border, 1 or C].
-            positions: int64 [B], positions of the images in `padded`.
-            epoch: Epoch, which determines the augmentation.
-            draw_keys: int64 [B], the `draw_keys` of a `BatchKey`.
-        """
+        """Transform the images at `positions`, int64 [B], of a set padded by `with_border`; see `__call__`."""
         if not self.augmentation.shift and self.augmentation.mirror == "off":
             places = to_device(torch.from_numpy(positions), padded.device)
             return self._finish(padded.index_select(0, places), epoch, draw_keys)
@@ -222,26 +196,14 @@ class BatchTransforms:
 
 
 class Mix(NamedTuple):
-    """How to mix the images of a micro-batch.
+    """How to mix the images of a micro-batch."""
 
-    Attributes:
-        share: Share of the image itself, from 0 to 1; the rest comes from the image's partner.
-        box: Top, bottom, left and right of the rectangle that cutmix copies from the partner; None for mixup.
-    """
-
-    share: float
-    box: tuple[int, int, int, int] | None
+    share: float  # of the image itself, from 0 to 1; the rest comes from the image's partner
+    box: tuple[int, int, int, int] | None  # top, bottom, left and right of what cutmix copies; None for mixup
 
 
 class Mixing:
-    """Mixes the batches of a training set.
-
-    Mixup: Zhang et al., arXiv:1710.09412; cutmix: Yun et al., arXiv:1905.04899.
-
-    Args:
-        options: Options with the alphas and probabilities of mixup and cutmix, and the numbers of epochs.
-        num_classes: Number of classes C.
-    """
+    """Mixes batches for training by mixup (Zhang et al., arXiv:1710.09412) or cutmix (Yun et al., arXiv:1905.04899)."""
 
     def __init__(self, options: DataOptions, num_classes: int) -> None:
         self._options, self._num_classes = options, num_classes

@@ -77,19 +77,11 @@ def _name(text: str) -> str:
 
 
 def number_classes(labels: Collection[Label], given: Sequence[str], where: str) -> tuple[list[str], dict[Label, int]]:
-    """Return the class names in order, and the class index of each label.
+    """Return the class names in order, and the class index of each label, or raise a UserError.
 
-    Given names keep their order. If all labels are numbers, even as text, they index the names from 0; otherwise each
-    label must be one of the names. Without given names, the classes are the labels that occur, in numeric order if all
-    are numbers, otherwise sorted as text.
-
-    Args:
-        labels: All labels that occur; see `label_of`.
-        given: Names stored with the labels, such as those of a Hugging Face ClassLabel; may be empty.
-        where: Name of the data, for messages.
-
-    Raises:
-        UserError: If a number is out of range, or a label is not one of the names.
+    Given names (such as those of a Hugging Face ClassLabel) keep their order. If all labels are numbers, even as text,
+    they index the names from 0; otherwise each label must be one of the names. Without given names, the classes are the
+    labels that occur, in numeric order if all are numbers, otherwise sorted as text.
     """
     if not given:
         if all(isinstance(label, int) for label in labels):
@@ -172,15 +164,10 @@ SEPARATOR = ";"  # between the classes in a label's name
 
 
 class LabelTargets(NamedTuple):
-    """The distinct labels in a data set, each of which stands for any number of classes.
+    """The distinct labels in a data set, each of which stands for any number of classes."""
 
-    Attributes:
-        names: Names of the S labels: their classes, separated by semicolons.
-        targets: float32 [S, K], 1 for each class of a label, otherwise 0.
-    """
-
-    names: list[str]
-    targets: torch.Tensor
+    names: list[str]  # of the S labels: their classes, separated by semicolons
+    targets: torch.Tensor  # float32 [S, K], 1 for each class of a label, otherwise 0
 
 
 def classes_of(name: str) -> list[str]:
@@ -198,13 +185,9 @@ def targets_of(names: list[str], class_names: Sequence[str]) -> LabelTargets:
 
 
 def rarest_classes(names: Sequence[str], images: Sequence[int]) -> list[str]:
-    """Return the rarest class of each label, or '' for a label without classes.
+    """Return the rarest class of each label, or '' for a label without classes; `images` counts each label's images.
 
     Some images of each group with the same rarest class are held out, so that rare classes are represented, too.
-
-    Args:
-        names: Names of the labels.
-        images: Number of images with each label.
     """
     counts: Counter[str] = Counter()
     for name, number in zip(names, images, strict=True):

@@ -212,21 +212,13 @@ class DatasetPair:
 
 @dataclass(frozen=True)
 class DatasetDefaults:
-    """Default settings of a data set.
+    """Default settings of a data set."""
 
-    Attributes:
-        image_size: Size of the images in pixels.
-        augmentation: Augmentation that "auto" selects.
-        centre_crop: Whether evaluation crops the center (photographs) or resizes the whole image.
-        mean: Mean per channel of values in 0..1.
-        std: Standard deviation per channel of values in 0..1.
-    """
-
-    image_size: ImageSize
-    augmentation: str
-    centre_crop: bool
-    mean: Sequence[float]
-    std: Sequence[float]
+    image_size: ImageSize  # in pixels
+    augmentation: str  # what "auto" selects
+    centre_crop: bool  # whether evaluation crops the center (photographs) or resizes the whole image
+    mean: Sequence[float]  # per channel, of values in 0..1
+    std: Sequence[float]  # likewise
 
 
 PHOTOGRAPHS = DatasetDefaults(224, "crop_flip", centre_crop=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
@@ -258,12 +250,7 @@ def make_dataset_pair(
     fingerprint: str,
     sets: LabelTargets | None = None,
 ) -> DatasetPair:
-    """Wrap the training, validation and (with three sources) test images in their transforms.
-
-    Raises:
-        UserError: If a set is empty, there is only one class, two classes have the same name, a label is out of range,
-            or the augmentation does not suit the images.
-    """
+    """Wrap the training, validation and (with three sources) test images in their transforms, or raise a UserError."""
     _check_names(class_names, options, sets)
     train = sources[0]
     if options.fit in ("pad", "squash") and AUGMENTATIONS[defaults.augmentation].crop:
@@ -354,13 +341,10 @@ def make_array_datasets(
     image_size: ImageSize,
     augmentation: str = "shift",
 ) -> DatasetPair:
-    """Call `make_dataset_pair` with the training images' mean and standard deviation as defaults.
-
-    The mean and deviation of starting weights are meant for 8-bit images; images of other types always use their own.
-    """
+    """Call `make_dataset_pair` with the training images' mean and standard deviation as defaults."""
     train, val = (source.in_channels(options.image_channels) for source in (train, val))
     mean, std = statistics(train.images)
-    if train.values != BYTES:
+    if train.values != BYTES:  # the mean and deviation of starting weights are meant for 8-bit images
         options = replace(options, mean=None, std=None)
     defaults = DatasetDefaults(image_size, augmentation, centre_crop=False, mean=mean, std=std)
     digest = hashlib.sha256("\0".join(class_names).encode())
@@ -437,10 +421,9 @@ def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) ->
 
 
 def _for_channels(values: Sequence[float] | None, channels: int) -> tuple[float, ...]:
-    """Return means or deviations for this number of channels; () if `values` does not fit.
+    """Return means or deviations for this number of channels, or () if they do not fit; a single value is repeated.
 
-    A single value is used for all channels. Gray images use the mean of the values, because a model's 3-channel first
-    layer is summed into one channel for them.
+    Gray images use the mean of the values, because a model's 3-channel first layer is summed into one channel for them.
     """
     if values is None or (len(values) not in (1, channels) and channels != 1):
         return ()

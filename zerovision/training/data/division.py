@@ -28,16 +28,7 @@ TOLERANCE = 0.1  # allowed deviation, as a share of the expected number of held-
 
 
 def with_classes(images: Images, class_names: Sequence[str], where: str) -> Images:
-    """Return the images with class names as labels, in the order of the class indices.
-
-    Args:
-        images: Images with labels as read from the source.
-        class_names: Names stored with the labels, or empty; see `number_classes`.
-        where: Name of the data, for messages.
-
-    Raises:
-        UserError: If a label is not one of the names.
-    """
+    """Return the images with class names as labels, in the order of the class indices; see `number_classes`."""
     names, numbers = number_classes(images.words["label"], class_names, where)
     return images.renamed("label", {label: names[number] for label, number in numbers.items()}, names)
 
@@ -160,30 +151,22 @@ def _units(images: Images, rows: np.ndarray, seed: int) -> tuple[np.ndarray, Cal
 
 
 def unit_hashes(names: Iterable[str], seed: int) -> np.ndarray:
-    """Return a 64-bit hash of each path or group, uint64 [N], which determines what is held out.
-
-    The hash depends on the seed.
-    """
+    """Return a 64-bit hash of each path or group and the seed, uint64 [N], which determines what is held out."""
     salt = seed.to_bytes(8, "little") if seed else b""
     hashes = (hashlib.blake2b(os.fsencode(name), digest_size=8, salt=salt).digest() for name in names)
     return np.fromiter((int.from_bytes(one, "little") for one in hashes), dtype=np.uint64)
 
 
 def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np.ndarray:
-    """Return which images are held out, bool [N].
+    """Return which images are held out, bool [N], given the unit (uint64 [N]) and the class (int64 [N]) of each image.
 
     A unit is held out if its hash, scaled to 0..1, is below `fraction`. This rule does not depend on other images, so
     adding images moves none of the existing images. It does not depend on the run's seed either, so all runs are
     evaluated on the same images. By chance, however, it could hold out 7 of 11 images. Therefore, if the number of a
     class's held-out units differs from the expected number by more than one unit plus `TOLERANCE`, the units whose
     hashes are nearest to `fraction` are moved; only these units can change sides when images are added. A class with
-    two or more units has at least one unit on each side.
-
-    Args:
-        units: uint64 [N], from `unit_hashes`; all images of a unit are on the same side.
-        strata: int64 [N], the class of each image; a unit with several classes belongs to the most frequent class, or
-            to the first of several equally frequent classes.
-        fraction: Share to hold out, above 0 and below 1.
+    two or more units has at least one unit on each side. A unit with several classes belongs to the most frequent
+    class, or to the first of several equally frequent classes.
     """
     hashes, of_image = np.unique(units, return_inverse=True)
     classes = int(strata.max(initial=0)) + 1
@@ -206,14 +189,7 @@ def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np
 def join_copies(
     units: np.ndarray, sizes: np.ndarray, name_of: Callable[[int], str], read: Callable[[int], bytes]
 ) -> np.ndarray:
-    """Return the units after joining those of byte-identical files; only files of equal size are read.
-
-    Args:
-        units: uint64 [N]; see `unit_hashes`.
-        sizes: int64 [N], sizes of the files in bytes.
-        name_of: Returns the name of an image's unit.
-        read: Returns the contents of an image's file, or raises ImageError.
-    """
+    """Return the units, uint64 [N], after joining those of byte-identical files; only files of equal size are read."""
     joined: dict[int, int] = {}
     names: dict[int, str] = {}
 
@@ -244,15 +220,11 @@ def join_copies(
 
 
 def folds_of(units: np.ndarray, strata: np.ndarray, folds: int) -> np.ndarray:
-    """Return the fold of each image, int64 [N], counted from 0.
+    """Return the fold of each image, int64 [N], counted from 0, given its unit (uint64 [N]) and its class (int64 [N]).
 
-    Within each class, the units that consist of a single image are sorted by hash and cut into consecutive runs, one
-    per fold, so that when images are added, only images at the ends of a run move to a different fold.
-
-    Args:
-        units: uint64 [N], from `unit_hashes`; all images of a unit are in the same fold.
-        strata: int64 [N], the class of each image.
-        folds: Number of folds.
+    All images of a unit are in the same fold. Within each class, the units that consist of a single image are sorted by
+    hash and cut into consecutive runs, one per fold, so that when images are added, only images at the ends of a run
+    move to a different fold.
     """
     hashes, of_image, images = np.unique(units, return_inverse=True, return_counts=True)
     totals, fold_of = np.bincount(strata).tolist(), np.zeros(len(hashes), dtype=np.int64)

@@ -32,12 +32,7 @@ SYSTEM_NAMES = frozenset(
 
 
 class FolderListing:
-    """Lists the folders under `root`, and counts followed links and skipped files.
-
-    Args:
-        root: Resolved path of the data folder.
-        more: Additional extensions of image files.
-    """
+    """Lists the folders under `root`, which is a resolved path, and counts followed links and skipped files."""
 
     def __init__(self, root: Path, more: tuple[str, ...] = ()) -> None:
         self.root, self._extensions = root, (*IMAGE_EXTENSIONS, *more)

@@ -41,19 +41,10 @@ NO_FACTS = Facts()
 
 
 class FactColumns:
-    """The columns of a source that contain facts about images.
-
-    Args:
-        names: Names of all columns.
-        used: Columns that are read for other purposes.
-
-    Attributes:
-        of_facts: Column name of each fact that the source contains.
-        unused: Names of unused columns.
-    """
+    """The columns of a source that contain facts about images; those in `used` are read for other purposes."""
 
     def __init__(self, names: Sequence[str], used: Iterable[str] = ()) -> None:
-        self.of_facts: dict[str, str] = {}
+        self.of_facts: dict[str, str] = {}  # column name of each fact that the source contains
         for fact, known in FACTS.items():
             if found := [name for one in known if (name := find_column(names, one))]:
                 self.of_facts[fact] = found[0]
@@ -76,8 +67,7 @@ class FactColumns:
 def find_column(names: Sequence[str], wanted: str) -> str | None:
     """Return the column `wanted`, or else the column whose name differs only in case or blanks; None if neither exists.
 
-    Raises:
-        UserError: If several names differ from `wanted` only in case or blanks.
+    If there are several such columns, raise a UserError.
     """
     if wanted in names:
         return wanted
@@ -121,17 +111,11 @@ ROW_BITS = 32  # the low bits of a place in a Parquet file are the row; the high
 
 
 class Archive:
-    """Files that contain encoded images; an archive can be sent to worker processes.
-
-    Attributes:
-        files: Paths of the files.
-        is_remote: Whether the files are downloaded before they are read.
-        is_of_files: Whether each file is a single image.
-    """
+    """Files that contain encoded images; an archive can be sent to worker processes."""
 
     files: Sequence[PurePath]
-    is_remote = False
-    is_of_files = False
+    is_remote = False  # whether the files are downloaded before they are read
+    is_of_files = False  # whether each file is a single image
 
     def read(self, file: int, place: int, size: int) -> bytes:
         """Return the encoded image of `size` bytes at `place` in a file; see `Images`.

@@ -65,8 +65,7 @@ def marked(cells: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
 def list_in(cell: object) -> Cell:
     """Return the labels in a cell that is a list, or contains a JSON or Python list; otherwise return its text.
 
-    Raises:
-        ValueError: If an element of the list is not a label.
+    If an element of the list is not a label, raise ValueError.
     """
     listed = cell
     if isinstance(cell, str) and re.fullmatch(r"\s*[\[({].*[\])}]\s*", cell, re.DOTALL):
@@ -78,18 +77,11 @@ def list_in(cell: object) -> Cell:
 
 
 def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell, str]:
-    """Return the name of the set of labels in each cell of a column.
+    """Return the name of the set of labels in each cell of a column, or raise a UserError if a cell is ambiguous.
 
-    Labels are separated by ; or |, or by the user's separator. In a cell without any of these, a comma or blanks
-    separate labels if every part is also the only label of some image; if only some parts are, the cell is ambiguous.
-
-    Args:
-        cells: All cells of the column, from `list_in`, or all results of `marked`.
-        separator: The user's separator between labels, or ''.
-        where: Name of the column, for messages.
-
-    Raises:
-        UserError: If a cell is ambiguous, or a label contains ; or |.
+    The cells come from `list_in`, or all from `marked`. Labels are separated by ; or |, or by the user's separator. In
+    a cell without any of these, a comma or blanks separate labels if every part is also the only label of some image;
+    if only some parts are, the cell is ambiguous.
     """
     parts = {cell: _certain_parts(cell, separator) for cell in cells}
     known = {part for found in parts.values() if found is not None for part in found}

@@ -82,10 +82,7 @@ def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batc
 class ImagesOnDevice:
     """All images of a set in one tensor on the device, from which batches are selected by index and then transformed.
 
-    Args:
-        dataset: A set of arrays whose augmentation can be applied to whole batches.
-        images: Images of the set, uint8 or float32 [N, 1 or C, H, W].
-        device: The device that stores the images.
+    The set consists of arrays, uint8 or float32 [N, 1 or C, H, W], and has an augmentation for whole batches.
     """
 
     def __init__(self, dataset: ImageDataset, images: torch.Tensor, device: torch.device) -> None:

@@ -57,11 +57,7 @@ def kind_of(options: DataOptions) -> Kind:
 
 
 def _opened(path: PurePath) -> Any:
-    """Open a file as pyarrow's `ParquetFile`.
-
-    Raises:
-        UserError: If pyarrow is not installed, or the file is not a Parquet file.
-    """
+    """Open a file as pyarrow's `ParquetFile`, or raise a UserError."""
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -173,12 +169,9 @@ def _label_names(schema: Any, column: str) -> list[str]:
 
 
 class ParquetArchive(Archive):
-    """Reads images from Parquet files, and caches the most recently used row groups.
+    """Reads images from Parquet files, and caches the most recently used row groups; for the columns, see `scan`.
 
-    Args:
-        columns: See `scan`.
-        files: The files.
-        states: Size in bytes and modification time in ns of each file.
+    The state of a file is its size in bytes and its modification time in ns.
     """
 
     def __init__(self, columns: tuple[str, str], files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
@@ -214,11 +207,7 @@ class ParquetArchive(Archive):
 
 
 def _of_hub(options: DataOptions) -> Images:
-    """Return the images of a data set on the Hub, or of one of its splits.
-
-    Raises:
-        UserError: If the data set is not cached and cannot or must not be downloaded, or the split does not exist.
-    """
+    """Return the images of a data set on the Hub, or of one of its splits, or raise a UserError."""
     from huggingface_hub import constants, snapshot_download
 
     name, _, split = options.data.partition(":")[2].partition(":")

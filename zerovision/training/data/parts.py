@@ -30,32 +30,20 @@ Tops = list[tuple[str, str]]  # name and folder of each part; the folder contain
 
 
 class _Folder(NamedTuple):
-    """A folder directly under the data folder.
-
-    Attributes:
-        name: Name of the folder.
-        kind: `TRAIN`, `VAL` or `TEST` if the name denotes a part, otherwise ''.
-        path: Path of the folder, or of its only subfolder if the subfolder's name denotes the same part.
-        subfolders: Names of the folders in `path`.
-    """
+    """A folder directly under the data folder."""
 
     name: str
-    kind: str
-    path: str
-    subfolders: frozenset[str]
+    kind: str  # `TRAIN`, `VAL` or `TEST` if the name denotes a part, otherwise ''
+    path: str  # of the folder, or of its only subfolder if the subfolder's name denotes the same part
+    subfolders: frozenset[str]  # names of the folders in `path`
 
 
 def find_parts(listing: FolderListing, val_part: str = "") -> tuple[Tops, list[str]]:
-    """Return the parts of a data folder (or the folder itself as part ''), and notes for the user.
+    """Return the parts of a data folder (or the folder itself as part ''), and notes for the user, or raise UserError.
 
-    Args:
-        listing: Listing of the folder.
-        val_part: The folder to validate on; training then uses the folder named as the training part or, if there is
-            no such folder, all other folders except the test part. With '', parts are recognized by name; with "none",
-            all folders are classes.
-
-    Raises:
-        UserError: If folders look like parts but are ambiguous, or there is no folder `val_part`.
+    `val_part` is the folder to validate on; training then uses the folder named as the training part or, if there is no
+    such folder, all other folders except the test part. With '', parts are recognized by name; with "none", all folders
+    are classes.
     """
     root = str(listing.root)
     if val_part == NO_PARTS:

@@ -25,14 +25,8 @@ def uniform_draws(seed: int, epoch: int, draw_keys: np.ndarray, count: int, firs
 
     The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014), applied in turn to the seed, epoch, index and draw number. It uses integer
-    arithmetic and one exact division, so the bits are the same on every machine.
-
-    Args:
-        seed: Seed of the run, at least 0.
-        epoch: Number of the epoch.
-        draw_keys: int64 [B], positions in the data set, or the `draw_keys` of a `BatchKey`.
-        count: Number of draws per sample.
-        first: Number of the first draw.
+    arithmetic and one exact division, so the bits are the same on every machine. The keys, int64 [B], are positions in
+    the data set, or the `draw_keys` of a `BatchKey`; `first` is the number of the first draw.
     """
     state = _mix(np.full(1, seed, dtype=np.uint64))
     state = _mix(state + np.uint64(epoch))

@@ -137,11 +137,8 @@ def fit_workers_into_memory(
 ) -> int:
     """Return `workers`, or fewer if the number is automatic and shared memory is too small for the workers' batches.
 
-    Without this check, the first batch that does not fit into shared memory would end the run (Docker's default is 64
-    MB).
-
-    Raises:
-        UserError: If the user requested more workers than shared memory has room for.
+    Otherwise the first batch that does not fit would end the run (Docker's default is 64 MB of shared memory). If the
+    user requested more workers than there is room for, raise a UserError.
     """
     room = 0
     if os.access(SHARED_MEMORY, os.W_OK):  # otherwise it has no room even for the workers' semaphores
@@ -263,13 +260,7 @@ class _Readers(Dataset):
 
 
 class WorkerPool:
-    """Worker processes that read batches of several data sets, one set at a time; they run until `close`.
-
-    Args:
-        datasets: The data sets.
-        workers: Number of processes, at least 1.
-        device: Device of the batches.
-    """
+    """Worker processes that read batches of several data sets, one set at a time; they run until `close`."""
 
     def __init__(self, datasets: Sequence[ImageDataset], workers: int, device: torch.device) -> None:
         self._datasets, self._keys, self._context = datasets, _Keys(), worker_context()

@@ -33,23 +33,14 @@ if TYPE_CHECKING:
 
 
 class BatchKey(NamedTuple):
-    """The samples of one batch.
+    """The samples of one batch."""
 
-    Attributes:
-        epoch: Epoch, which determines the augmentation.
-        indices: int64 [B], positions in the data set.
-        weights: float32 [B], 1 for a sample and 0 for padding.
-        draw_keys: int64 [B], keys of the augmentation's draws: index + k * COPY for copy k of a sample in the epoch.
-        leaf: Index of the micro-batch in the epoch, over all ranks; also the key of draws for the whole micro-batch.
-        wants_digests: Whether to compute `Batch.digests`.
-    """
-
-    epoch: int
-    indices: np.ndarray
-    weights: np.ndarray
-    draw_keys: np.ndarray
-    leaf: int = 0
-    wants_digests: bool = False
+    epoch: int  # determines the augmentation
+    indices: np.ndarray  # int64 [B], positions in the data set
+    weights: np.ndarray  # float32 [B], 1 for a sample and 0 for padding
+    draw_keys: np.ndarray  # int64 [B], for the augmentation: index + k * COPY for copy k of a sample in the epoch
+    leaf: int = 0  # index of the micro-batch in the epoch, over all ranks; also the key of its own draws
+    wants_digests: bool = False  # whether to compute `Batch.digests`
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,12 +147,7 @@ class BatchPlan:
             yield self.micro_batch(epoch, step, micro_step, rank)
 
     def real_samples(self, step: int, rank: int = 0) -> int:
-        """Return the number of samples in optimizer step `step` without padding, over a group's ranks and micro-steps.
-
-        Args:
-            step: Step in the epoch.
-            rank: Any rank of the group.
-        """
+        """Return the number of samples in a step of the epoch without padding, over all ranks of `rank`'s group."""
         if self.groups == 1:
             return min(self.global_batch, self.num_samples - step * self.global_batch)
         return sum(int((self._positions(step, leaf) < self.num_samples).sum()) for leaf in self.leaves_of_group(rank))
@@ -290,12 +276,8 @@ def _by_shards(plan: BatchPlan, draws: np.ndarray, bits: np.random.Philox) -> np
 
     The shards are shuffled, and each sample is moved back by up to `window` places, wrapping around at the end. Samples
     read at about the same time therefore come from a stretch of about `window` samples, whose shards are opened one
-    after another. With a window of N or more, every order is equally likely.
-
-    Args:
-        plan: The plan, with `places` and `window`.
-        draws: Random bits of each sample, uint64 [N].
-        bits: Generator of the shards' random bits.
+    after another. With a window of N or more, every order is equally likely. `draws`, uint64 [N], are the samples'
+    random bits; `bits` generates those of the shards.
     """
     samples, counts = plan.in_shards
     shards = np.argsort(bits.random_raw(len(counts)), kind="stable")

@@ -76,21 +76,14 @@ def columns_of(label_column: str) -> list[str]:
 
 
 class TableColumns(FactColumns):
-    """The columns of a table: paths, labels and other facts; in this class, one column contains the classes.
-
-    Attributes:
-        path: Name of the column of paths.
-        labels: Names of the label columns.
-        wanted: Names of the label columns, as the user wrote them.
-        separator: Separator of the labels in a cell, as the user gave it; may be empty.
-    """
+    """The columns of a table: paths, labels and other facts; in this class, one column contains the classes."""
 
     def __init__(self, header: Sequence[str], options: DataOptions) -> None:
         self.wanted = columns_of(options.label_column) if options.reads_lists else [options.label_column]
-        self.separator = options.label_separator
+        self.separator = options.label_separator  # '' if the user gave none
         wanted = [options.path_column] if options.path_column else [*PATH_COLUMNS]
         paths, labels = ([find_column(header, name) or "" for name in names] for names in (wanted, self.wanted))
-        self.path, self.labels = next(filter(None, paths), ""), labels
+        self.path, self.labels = next(filter(None, paths), ""), labels  # as the table writes them, unlike `wanted`
         for column, name, flag in (
             (self.path, wanted[0], "--path-column"),
             *((one, name, "--label-column") for one, name in zip(labels, self.wanted, strict=True)),
@@ -163,10 +156,9 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
 
 
 def _with_files(images: Images, options: DataOptions) -> Images:
-    """Return the images with paths relative to `root`, file sizes and modification times.
+    """Return the images with paths relative to `root`, file sizes and modification times, or raise a UserError.
 
-    Blanks at the ends of a path are removed unless a file with exactly this name exists. Like a link in a folder, a
-    path may point anywhere; its target must be an image.
+    Like a link in a folder, a path may point anywhere; its target must be an image.
     """
     root, real_folder = images.root, cache(lambda folder: f"{os.path.realpath(folder)}/")
     missing, outside, roots = [], [], tuple(f"{place}/" for place in {str(root), os.path.abspath(root)})

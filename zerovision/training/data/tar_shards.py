@@ -46,12 +46,7 @@ def kind_of(options: DataOptions) -> Kind:
 
 
 class TarArchive(Archive):
-    """Reads images from tar files by offset in bytes.
-
-    Args:
-        files: The tar files.
-        states: Size in bytes and modification time in ns of each file.
-    """
+    """Reads images from tar files by offset in bytes; a state is a file's size in bytes and modification time in ns."""
 
     def __init__(self, files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
         self.files, self._states = files, states

@@ -23,19 +23,12 @@ from zerovision.training.data.reading.sources import ArraySource
 
 @dataclass(frozen=True)
 class TorchvisionEntry:
-    """How a torchvision data set names its parts.
+    """How a torchvision data set names its parts."""
 
-    Attributes:
-        train: Value of `split` for the training part; "" if the argument `train` selects the part instead.
-        val: Value of `split` for the validation part, or for the test part if there is no validation part.
-        augmentation: Augmentation that "auto" selects; digits must not be mirrored.
-        files: Name of the attribute that lists the image files; "" if the images are an array in memory.
-    """
-
-    train: str = ""
-    val: str = ""
-    augmentation: str = "shift_flip"
-    files: str = ""
+    train: str = ""  # value of `split` for the training part; "" if the argument `train` selects the part instead
+    val: str = ""  # value of `split` for the validation part, or for the test part if there is no validation part
+    augmentation: str = "shift_flip"  # what "auto" selects; digits must not be mirrored
+    files: str = ""  # name of the attribute that lists the image files; "" if the images are an array in memory
 
     def arguments(self, *, is_train: bool) -> dict[str, Any]:
         """Return the arguments that select a part."""

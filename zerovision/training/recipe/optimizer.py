@@ -19,15 +19,11 @@ from zerovision.training.recipe.settings import RecipeSettings
 
 
 class Composite(torch.optim.Optimizer):
-    """Combines several optimizers into one, which shares their groups and state.
-
-    Attributes:
-        rules: the optimizers; an engine that replaces a group's parameters also replaces them in the group's rule.
-    """
+    """Combines several optimizers into one, which shares their groups and state."""
 
     def __init__(self, rules: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for rule in rules for group in rule.param_groups], {})
-        self.rules = rules
+        self.rules = rules  # an engine that replaces a group's parameters also replaces them in the group's rule
         for rule in rules:
             rule.state = self.state
 
@@ -46,8 +42,7 @@ def rules_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer
 class Fp32Muon(muon.Muon):
     """timm's Muon with Newton-Schulz iterations in fp32 instead of bf16.
 
-    On a CPU without bf16 instructions (AMD EPYC, family 25, model 1), the iterations take 27 times as long in bf16,
-    measured for `airbench`.
+    On a CPU without bf16 instructions (AMD EPYC, family 25, model 1), bf16 takes 27 times as long (for `airbench`).
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -78,16 +73,13 @@ class ParameterSettings(NamedTuple):
 
 
 def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, ParameterSettings]:
-    """Return the settings of every trained parameter, by name.
+    """Return the settings of every trained parameter, by name, or raise a UserError.
 
     Vectors (biases and norm weights) have no weight decay, which would only hurt (Goyal et al. 2017,
     https://arxiv.org/abs/1706.02677, section 3). With `--no-weight-decay model`, parameters named in a timm model's
     `no_weight_decay` have no weight decay either. With `--layer-decay`, a layer's learning rate is that of the next
     layer toward the head, times the layer decay (Bao et al. 2021, https://arxiv.org/abs/2106.08254, appendix). The
     layers are those of `timm.optim.param_groups_layer_decay`.
-
-    Raises:
-        UserError: for a layer decay, if only one layer is trained or if timm does not divide the model into layers.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if config.layer_decay == 1 and config.no_weight_decay == "vectors":
@@ -182,11 +174,7 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: RecipeSet
 
 
 def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
-    """Return the options that the user gave for a rule.
-
-    Raises:
-        UserError: for an option that the rule does not have, or a wrong number of betas.
-    """
+    """Return the options that the user gave for a rule, or raise a UserError."""
     from timm.optim import get_optimizer_class, get_optimizer_info
 
     flag, text = "--optimizer OPTIONS", config.optimizer_options

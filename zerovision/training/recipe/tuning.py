@@ -104,19 +104,11 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
 
 
 def _add_adapters(built: BuiltModel, rank: int) -> int:
-    """Add LoRA adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685) to all layers larger than their adapter.
+    """Add LoRA adapters to all layers larger than their adapter, and return their number, or raise a UserError.
 
-    Layers that the network does not call receive no adapter, because the network reads their weights directly, as BEiT
-    does for queries, keys and values.
-
-    W x becomes W x + B A x, where A has `rank` rows and random initial values, and B is initialized with zeros.
-
-    Returns:
-        The number of layers with an adapter.
-
-    Raises:
-        UserError: if the package peft is missing, if no layer can have an adapter, or if the network does not work with
-            adapters.
+    W x becomes W x + B A x, where A has `rank` rows and random initial values, and B is initialized with zeros (Hu et
+    al. 2021, https://arxiv.org/abs/2106.09685). Layers that the network does not call receive no adapter, because the
+    network reads their weights directly, as BEiT does for queries, keys and values.
     """
     module, heads = built.module, built.head_parameter_names
     size, channels = built.description.image_size, built.description.image_channels
@@ -231,10 +223,7 @@ def is_adapters(name: str) -> bool:
 
 
 def _is_frozen(module: nn.Module, name: str) -> bool:
-    """Return whether no parameter of a layer is trained.
-
-    For a layer without parameters, the innermost enclosing module that has parameters decides.
-    """
+    """Return whether no parameter of a layer, or else of the innermost enclosing module that has any, is trained."""
     while not (parameters := [*module.get_submodule(name).named_parameters()]) and name:
         name = name.rpartition(".")[0]
     return not any(parameter.requires_grad and not is_adapters(own) for own, parameter in parameters)
@@ -264,9 +253,7 @@ def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None
 def whitening_filters(images: Iterable[torch.Tensor], size: tuple[int, ...]) -> torch.Tensor:
     """Return the whitening filters of all patches by descending eigenvalue, float32 [n, n] with n = C x height x width.
 
-    Args:
-        images: images, each float32 [C, H, W].
-        size: height and width of a patch.
+    The images are float32 [C, H, W]; `size` is the height and width of a patch.
     """
     products, patches = torch.zeros(()), 0
     for image in images:

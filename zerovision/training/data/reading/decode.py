@@ -53,17 +53,7 @@ BITS_PER_SAMPLE, _PLANAR_CONFIGURATION, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_Z
 
 
 def make_decoder(name: str, image_size: int, channels: int = 3, max_pixels: int = MAX_PIXELS) -> Decoder:
-    """Return the decoder `name` of `settings.DECODERS`, for models with images of `image_size`.
-
-    Args:
-        name: Name of the decoder.
-        image_size: Size of the model's images in pixels.
-        channels: 1 (gray), 3 (RGB) or 4 (RGBA).
-        max_pixels: Largest number of pixels in a file; larger images are rejected before decoding.
-
-    Raises:
-        UserError: If `channels` is not 1, 3 or 4.
-    """
+    """Return the decoder `name` of `settings.DECODERS` for models with images of `image_size`, or raise a UserError."""
     if channels not in CHANNEL_MODES:
         raise UserError(
             f"--image-channels {channels}: image files have 1 (gray), 3 (RGB) or 4 (RGBA) channels: for others, use "
@@ -107,10 +97,7 @@ def decode(
 def _decode_jpeg(
     data: bytes, choose: BoxChooser | None, notes: list[str], shrink_to: int, max_pixels: int
 ) -> np.ndarray | None:
-    """Decode a gray or three-color JPEG with libjpeg-turbo to uint8 [h, w, 3].
-
-    If this fails, return None or raise ValueError.
-    """
+    """Decode a gray or three-color JPEG with libjpeg-turbo to uint8 [h, w, 3], or return None, or raise ValueError."""
     full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK") or full_height * full_width > max_pixels:
         return None
@@ -142,11 +129,7 @@ def _decode_jpeg(
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return the height and width of an image in pixels, from the file's header.
-
-    Raises:
-        Refused: If the header cannot be read.
-    """
+    """Return the height and width of an image in pixels, from the file's header, or raise Refused."""
     with opened(data, max_pixels) as image:
         return image.height, image.width
 
@@ -243,13 +226,10 @@ def is_deep_grey(image: Image.Image) -> bool:
 
 
 def to_channels(image: Image.Image, channels: int) -> Image.Image:
-    """Convert an image of any mode to 8 bits: gray (`channels` 1), RGB (3) or RGBA (4).
+    """Convert an image of any mode to 8 bits: gray (`channels` 1), RGB (3) or RGBA (4), or raise Refused.
 
     12- and 16-bit gray is scaled from its full range; floats must be in 0..1; transparent pixels are composited onto
     white, except for RGBA. Gray follows ITU-R BT.601 (0.299 red + 0.587 green + 0.114 blue).
-
-    Raises:
-        Refused: If the scale of the pixels is unknown.
     """
     if is_deep_grey(image):
         image = _deep_grey(image)
@@ -261,11 +241,7 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _deep_grey(image: Image.Image) -> Image.Image:
-    """Convert a gray image with more than 8 bits to mode L, or to LA if one of its levels is transparent.
-
-    Raises:
-        Refused: If the scale of the pixels is unknown.
-    """
+    """Convert gray of more than 8 bits to mode L, or to LA if one of its levels is transparent, or raise Refused."""
     values, white = np.asarray(image), white_of(image)
     low, high = values.min(), values.max()
     if not (low >= 0 and high <= white):  # also true for NaN

@@ -25,21 +25,13 @@ _HEIF_READER = "pillow_heif"  # of the package pillow-heif
 
 
 class _Optional(NamedTuple):
-    """A format that needs an optional library.
-
-    Attributes:
-        pillow_name: Pillow's name for the format.
-        extensions: Extensions of the format's files, in lower case.
-        brands: Brands at the start of the format's files, after "ftyp" (ISO/IEC 14496-12).
-        is_here: Whether the library is installed.
-        cure: What to do if the library is not installed.
-    """
+    """A format that needs an optional library."""
 
     pillow_name: str
-    extensions: tuple[str, ...]
-    brands: tuple[bytes, ...]
-    is_here: bool
-    cure: str
+    extensions: tuple[str, ...]  # in lower case
+    brands: tuple[bytes, ...]  # at the start of the format's files, after "ftyp" (ISO/IEC 14496-12)
+    is_here: bool  # whether the library is installed
+    cure: str  # what to do if the library is not installed
 
 
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
@@ -90,14 +82,13 @@ def unknown_format(content: bytes) -> str:
 def without_metadata(content: bytes) -> bytes:
     """Return a PNG file without the chunks that its pixels and orientation do not need.
 
-    If there are no such chunks, or the file is not a PNG file, `content` itself is returned. The PNG specification
-    (third edition), 5.3, defines a chunk as length, type, data and checksum.
+    If there are no such chunks, or the file is not a PNG file, `content` itself is returned.
     """
     if not content.startswith(_PNG_SIGNATURE):
         return content
     kept: list[bytes] = []
     start = position = len(_PNG_SIGNATURE)
-    while position + 12 <= len(content):
+    while position + 12 <= len(content):  # length, type, data and checksum: PNG specification (third edition), 5.3
         end = position + 12 + int.from_bytes(content[position : position + 4], "big")
         kind, checksum = content[position + 4 : position + 8], content[end - 4 : end]
         is_sound = zlib.crc32(content[position + 4 : end - 4]).to_bytes(4, "big") == checksum

@@ -52,12 +52,8 @@ SMALLEST_RANGE = 1e-12  # for a constant image
 def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
     """Return the numbers of images as float32, or unchanged if uint8, and the name of their original type.
 
-    Args:
-        numbers: The numbers, in any shape and byte order.
-        name: Name of the array, for messages.
-
-    Raises:
-        UserError: If the type is not supported, or floating-point numbers are not in 0..1.
+    The numbers may have any shape and byte order; `name` is for messages. Raise a UserError if the type is not
+    supported, or floating-point numbers are not in 0..1.
     """
     kind = FLOATS if numbers.dtype.kind == "f" else numbers.dtype.name
     if kind not in VALUE_TYPES:
@@ -109,14 +105,8 @@ _PNG_BITS = 24  # position of the bit depth in a PNG
 def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
     """Return an image for `evaluation_transform`: uint8 or float32 [C, H, W], scaled as in `to_values`.
 
-    Args:
-        content: Contents of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
-        wanted: The required type of the numbers; see `to_values`.
-        channels: Number of channels C; if it is 3, gray images are read as three equal channels.
-        max_pixels: Largest number of pixels in an image file; see `decode`.
-
-    Raises:
-        Refused: If the file cannot be read, or the type or number of channels differs from those required.
+    The content is a .npy file of one image, [H, W] or [H, W, C], or an image file. If `channels` is 3, gray images are
+    read as three equal channels. Raise Refused if the file cannot be read, or has another type or number of channels.
     """
     numbers = _numbers_in(content, wanted, max_pixels)
     found = numbers.shape[-1] if numbers.ndim else 0
@@ -132,12 +122,7 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
 
 
 def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[str, int]:
-    """Return the type of an image's numbers (see `to_values`) and its number of channels.
-
-    Raises:
-        ImageError: If the image cannot be read.
-        UserError: If the type is not supported.
-    """
+    """Return the type (see `to_values`) and number of channels of an image, or raise ImageError or UserError."""
     with named(path):
         numbers = _numbers_in(content, "uint16", max_pixels)
     return to_values(numbers, path)[1], numbers.shape[-1]
@@ -161,10 +146,7 @@ def note_unused_range(images: Images, max_pixels: int) -> list[str]:
 
 
 def decode_numbers(data: bytes, choose: BoxChooser | None, notes: list[str] | None, **options: Any) -> np.ndarray:
-    """Like `decode`, but return the numbers in a file: uint8 or float32 [h, w, C].
-
-    The options are the arguments of `read_numbers`.
-    """
+    """Like `decode`, but return the numbers in a file, uint8 or float32 [h, w, C], given options of `read_numbers`."""
     return crop(read_numbers(data, **options).permute(1, 2, 0).numpy(), choose)
 
 
@@ -185,11 +167,7 @@ def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
 
 
 def _numbers_of(image: Image.Image, content: bytes) -> np.ndarray:
-    """Return the values in an image file without changing their dtype, [H, W] or [H, W, C].
-
-    Palettes and other color modes are read as RGB. Pillow supports more than 8 bits only for gray images, so deeper
-    colors are rejected.
-    """
+    """Return the values in an image file in their own dtype, [H, W] or [H, W, C]; palettes and the like become RGB."""
     is_grey, bits = is_deep_grey(image), _bits_of(image, content)
     if bits > 8 and not is_grey:
         raise ValueError(f"{bits}-bit colors, which Pillow reads as 8-bit: save it as {ARRAY_EXTENSION}")
@@ -206,13 +184,13 @@ def _bits_of(image: Image.Image, content: bytes) -> int:
 def _whole_range(data: bytes, max_pixels: int) -> tuple[int, int] | None:
     """Return the largest value in an integer image with more than 8 bits, and the value that becomes white.
 
-    Return None for all other images, and for unreadable images. Pillow reads only the upper 8 bits of colors.
+    Return None for all other images, and for unreadable images.
     """
 
     def largest(image: Image.Image) -> tuple[int, int]:
         if is_deep_grey(image):
             return int(np.asarray(image).max()), white_of(image)
-        return int(np.asarray(image.convert("RGB")).max()) << 8, 65535
+        return int(np.asarray(image.convert("RGB")).max()) << 8, 65535  # Pillow reads the upper 8 bits
 
     with suppress(Refused), opened(data, max_pixels) as image:  # the loader reports unreadable images
         is_deep = image.mode != "F" and (is_deep_grey(image) or _bits_of(image, data) > 8)

@@ -69,9 +69,7 @@ class Copies:
     def fetch(self, number: int) -> Path:
         """Wait for the copy of the file with this index, and return the path of the copy.
 
-        Raises:
-            UserError: If the file is not available, or has changed.
-            FileServerError: If the server does not respond, even after retries.
+        Raise a UserError if the file is unavailable or has changed, or FileServerError if the server does not respond.
         """
         path, times = self.paths[number], (time.time_ns(), self.states[number][1])
         try:
@@ -163,12 +161,9 @@ class Copies:
 
 
 class RemoteArchive(Archive):
-    """Reads archives at URLs from their local copies.
+    """Reads archives at URLs from their local copies, which `archive` reads.
 
-    Args:
-        copies: Copies of the files.
-        archive: Archive that reads the copies.
-        folder: Folder that the names of single image files are relative to; None for archives.
+    For single image files, `folder` is what their names are relative to.
     """
 
     is_remote = True

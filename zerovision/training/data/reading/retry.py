@@ -54,12 +54,7 @@ def patiently(
 
 
 class FolderEntry:
-    """An `os.DirEntry` that retries if a link, or an entry of unknown type, requires a request to the server.
-
-    Attributes:
-        name: Name of the entry.
-        path: Path of the entry, including its folder.
-    """
+    """An `os.DirEntry` that retries if a link, or an entry of unknown type, requires a request to the server."""
 
     __slots__ = ("_entry", "name", "path")
 

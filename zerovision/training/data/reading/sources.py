@@ -50,13 +50,8 @@ UNKNOWN = 0  # digest of a file that was not read
 class ImageCache:
     """The images of one data set by position, as uint8 [H, W, C]; a cache can be sent to worker processes.
 
-    Args:
-        folder: An existing folder; its name is part of every checksum.
-        max_bytes: Largest size of the file `pixels`; images that do not fit are not cached.
-        channels: Number of channels.
-
-    Attributes:
-        is_full: Whether this process has stopped adding images.
+    The folder must exist; its name is part of every checksum. Once the file of pixels would exceed `max_bytes`, or the
+    disk is full, `is_full` is true in this process, and it adds no more images.
     """
 
     def __init__(self, folder: Path, max_bytes: int, channels: int = 3) -> None:
@@ -141,15 +136,9 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[ImageCache | None, str]:
-    """Open the cache of a data set, or create it.
+    """Open or create the cache of a data set; return it, or None if this fails, and a one-line message for the user.
 
-    Args:
-        options: Options of the data, in which `cache` is "ram" or "disk".
-        key: A folder name that depends on everything that determines the pixels.
-        expected_bytes: Estimated size of all decoded images.
-
-    Returns:
-        The cache, or None if it cannot be opened, and a one-line message for the user.
+    The key is a folder name that depends on everything that determines the pixels.
     """
     root, bound = _location(options)
     try:
@@ -223,10 +212,7 @@ class Source:
 
 
 class ArraySource(Source):
-    """Images of one size in memory: uint8 [N, C, H, W], or float32 (see `to_values`).
-
-    Gray images are read as three equal channels, unless `channels` is 1.
-    """
+    """Images of one size in memory, uint8 [N, C, H, W] or float32 (see `to_values`); by default, gray becomes RGB."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
         self.images, self.labels, self.values = images, labels, values

@@ -17,16 +17,10 @@ API_VERSION = 1
 
 
 def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
-    """Decode a part of a JPEG with gray or YCbCr pixels.
+    """Decode a part of a gray or YCbCr JPEG that is scaled to `scale_numerator` (1, 2, 4 or 8) eighths.
 
-    Args:
-        data: Contents of the file.
-        scale_numerator: Scale of the image in eighths: 1, 2, 4 or 8.
-        box: The part, in pixels of the scaled image.
-
-    Returns:
-        uint8 [h, w, 3], the same pixels as when the whole image is decoded; None if there is no compiled code, or if
-        the file is damaged or has unusual colors.
+    `box` is in pixels of the scaled image. Return uint8 [h, w, 3], the same pixels as when the whole image is decoded,
+    or None if there is no compiled code, or if the file is damaged or has unusual colors.
     """
     library = load_library()
     if library is None:
