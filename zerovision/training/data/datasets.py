@@ -355,10 +355,7 @@ def make_array_datasets(
 
 
 def make_file_datasets(parts: Sequence[Images], options: DataOptions) -> DatasetPair:
-    """Call `make_dataset_pair` for the parts of a data set; a single part is used for training and for validation.
-
-    The fingerprint covers the images' names, sizes and labels, for separate files and archives alike.
-    """
+    """Call `make_dataset_pair` for the parts of a data set; a single part is used for training and for validation."""
     given = [part for part in parts if len(part)] or [parts[0]]
     first, trained, archive = given[0], given[:2], given[0].archive
     class_names, sets = [*first.words["label"]], None

@@ -185,10 +185,9 @@ class _WorkerContext(ForkServerContext):
         return self._queues[-1]
 
     def wait_for_queues(self) -> None:
-        """Wait until the sending threads of closed queues have ended, and then discard the queues.
+        """Wait until the sending threads of closed queues have ended, for which DataLoader does not wait.
 
-        DataLoader does not wait for these threads. A process that exits while they run would leak their semaphores, and
-        Python's resource tracker would print a warning.
+        A process that exits earlier leaks the threads' semaphores, and Python's resource tracker prints a warning.
         """
         threads = [getattr(queue, "_thread", None) for queue in self._queues]
         self._queues.clear()

@@ -161,10 +161,7 @@ class Copies:
 
 
 class RemoteArchive(Archive):
-    """Reads archives at URLs from their local copies, which `archive` reads.
-
-    For single image files, `folder` is what their names are relative to.
-    """
+    """Reads archives, or single image files under `folder`, at URLs from their local copies, which `archive` reads."""
 
     is_remote = True
 
