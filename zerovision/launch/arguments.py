@@ -60,11 +60,7 @@ def _words(expected: str) -> Any:
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """The arguments of a launcher.
-
-    Fields with a default are settings. For example, `max_restarts` is set by the flag --max-restarts (or
-    --max_restarts) or, because it is in `VARIABLES`, by the environment variable MAX_RESTARTS.
-    """
+    """A launcher's arguments; those with a default are flags, and those in `VARIABLES` also environment variables."""
 
     script: str  # a key of `LAUNCHERS`
     positional: dict[str, str]  # as typed: model, strategy, num_gpus, ...
@@ -113,15 +109,10 @@ SETTINGS = {flag_of(field.name): field for field in dataclasses.fields(LaunchArg
 
 
 class Launcher(NamedTuple):
-    """The command line of one bash script.
+    """The command line of one bash script."""
 
-    Attributes:
-        positional: names of the leading arguments.
-        settings: names of the fields of `LaunchArguments` that the script accepts.
-    """
-
-    positional: str
-    settings: str
+    positional: str  # names of the leading arguments
+    settings: str  # names of the fields of `LaunchArguments` that the script accepts
 
     @property
     def fields(self) -> list[dataclasses.Field]:

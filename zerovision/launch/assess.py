@@ -15,7 +15,8 @@ from zerovision.training.base.units import cpu_ranks, format_bytes, plural
 Verdict = Literal["ok", "warning", "wrong"]
 HERE = "here"
 MIB, GIB = 2**20, 2**30
-# Shared memory per rank: an engine's buffer for the all-reduce of CPU ranks takes 66 MiB.
+# Per rank, in /dev/shm: ranks, NCCL and loader workers exchange data there. If it is full, a process dies with a bus
+# error. An engine's buffer for the all-reduce of CPU ranks takes 66 MiB.
 SHARED_BYTES_PER_RANK = 66 * MIB
 MEMORY_BYTES_PER_RANK = GIB  # without a model: torch, an engine and their libraries
 LOG_BYTES = 100 * MIB  # for logs and small checkpoints
@@ -72,12 +73,7 @@ def some_of(names: Sequence[str]) -> str:
 def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus: bool, saved_bytes: int) -> list[Row]:
     """Return the rows for one machine of a training run.
 
-    Args:
-        facts: result of `machine_facts`.
-        ranks: number of ranks on the machine; 0 if unknown.
-        all_ranks: number of ranks on all machines.
-        cluster_has_gpus: whether any machine has a GPU.
-        saved_bytes: total size in bytes of the weights and one checkpoint, or 0 if unknown.
+    `ranks` is the number on this machine, and `saved_bytes` the size of the weights and one checkpoint; 0 if unknown.
     """
     rows = [
         assess_packages(facts, (REPO_ROOT / "requirements.txt").read_text()),
@@ -171,10 +167,7 @@ def assess_gpu_health(gpus: Sequence[Facts]) -> list[Row]:
 
 
 def assess_limits(facts: Facts, ranks: int, all_ranks: int, saved_bytes: int) -> list[Row]:
-    """Compare memory, /dev/shm, open files, the log folder, and a container's cores with what the ranks need.
-
-    Ranks, NCCL and loader workers exchange data through /dev/shm. If it is full, a process dies with a bus error.
-    """
+    """Compare memory, /dev/shm, open files, the log folder, and a container's cores with what the ranks need."""
     names = ("memory_free", "memory", "shm_free", "shm")
     free, total, shm_free, shm_total = (format_bytes(facts[f"{name}_bytes"]) for name in names)
     path, log_free, problem = (facts["log_folder"][name] for name in ("path", "free_bytes", "problem"))
@@ -232,11 +225,7 @@ def assess_copies(hosts: Mapping[str, Facts]) -> list[Row]:
 
 
 def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
-    """If any paths failed, return a row for the host in most of them, or for the target if only one path failed.
-
-    Args:
-        failed: for each failed path, the host that could not connect, the target host, and its port.
-    """
+    """Return a row for the host in most of the failed paths (source, target, port); for a single path, its target."""
     ends = Counter([target for _, target, _ in failed] + [source for source, _, _ in failed])
     found = some_of([f"{source} cannot connect to {target}, port {port}" for source, target, port in failed])
     return [
@@ -246,19 +235,13 @@ def assess_paths(failed: Sequence[Sequence[Any]]) -> list[Row]:
 
 
 def assess_all_reduce(answers: Mapping[str, Facts], ranks: int, way: str) -> Row:
-    """Return the row for the all-reduce, with its bus bandwidth as nccl-tests defines it.
-
-    Args:
-        answers: results of `measure_network`, by host.
-        ranks: number of ranks in the all-reduce.
-        way: phrase for the row that describes how the ranks are connected.
-    """
+    """Return the row for the hosts' results of `measure_network`; `way` says how the ranks are connected."""
     problems = {host: answer["problem"] for host, answer in answers.items() if "problem" in answer}
     if problems:
         cure = "check cables and MTU (ip link on each, ping -M do -s 1472 HOST); for NCCL set NCCL_DEBUG=INFO"
         found = f"the ranks cannot exchange data: {next(iter(problems.values()))}"
         return Row("all-reduce", "wrong", found, cure, some_of(list(problems)))
     answer = next(iter(answers.values()))
-    rate = answer["bytes"] / answer["seconds"] * 2 * (ranks - 1) / ranks  # nccl-tests, doc/PERFORMANCE.md
+    rate = answer["bytes"] / answer["seconds"] * 2 * (ranks - 1) / ranks  # bus bandwidth: nccl-tests' PERFORMANCE.md
     found = f"{ranks} ranks, {answer['backend']} {way}: {format_bytes(answer['bytes'])} at {format_bytes(rate)}/s"
     return Row("all-reduce", "ok", found)

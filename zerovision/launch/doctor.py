@@ -173,11 +173,7 @@ def print_examination(request: Request, nodes: Nodes, *, as_json: bool = False) 
 
 
 def request_of(given: DoctorSettings) -> Request:
-    """Return what to examine.
-
-    Raises:
-        UserError: for a mistake in the training flags or in the names of the machines.
-    """
+    """Return what to examine; raise a UserError for a mistake in the training flags or in the names of the machines."""
     node_list = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")
     slots, shell = {HERE: 0}, "local"
     if given.hostfile:

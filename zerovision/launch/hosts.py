@@ -47,25 +47,15 @@ Command = tuple[list[str], dict[str, str] | None]
 
 
 def ssh_command(host: str, command: list[str]) -> Command:
-    """Return the command that runs `command` on `host`, never asks for a password, and ends if the host is silent.
-
-    Args:
-        host: a name that `read_hostfile` has accepted, so it cannot be read as an option.
-        command: the program and its arguments.
-    """
+    """Return the command that runs `command` on `host`, never asks for a password, and ends if the host is silent."""
     options = [f"-o{name}={value}" for name, value in SSH_OPTIONS.items()]
     return ["ssh", "-T", *options, "--", host, "exec " + shlex.join(command)], None
 
 
 def srun_command(host: str, command: list[str]) -> Command:
-    """Return the command that runs `command` once on a host of this Slurm allocation.
+    """Return the command that runs `command`, which needs all of the job's GPUs there, once on a host of a Slurm job.
 
-    `command` starts all ranks of its node, so it must see all of the job's GPUs on that node. Even without
-    --unbuffered, which would make the command's stdout a terminal, each line arrives as soon as it is complete.
-
-    Args:
-        host: name of a host of the allocation.
-        command: the program and its arguments.
+    Even without --unbuffered, which would make stdout a terminal, each line arrives as soon as it is complete.
     """
     environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
     options = ["--nodes=1", "--ntasks=1", "--nodelist", host, "--overlap", "--cpu-bind=none", "--gpu-bind=none"]

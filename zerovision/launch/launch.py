@@ -52,17 +52,11 @@ RETURN_SECONDS = 30.0  # between two attempts to reach a host that the current s
 
 @dataclass
 class Hosts:
-    """What a launch remembers about its hosts from one start to the next.
+    """What a launch remembers about its hosts from one start to the next."""
 
-    Attributes:
-        returns: number of times that each host has rejoined a running job.
-        hangs: number of hangs that a rank on each host has caused.
-        doubtful: hosts that the next start leaves out if possible.
-    """
-
-    returns: Counter[str] = field(default_factory=Counter)
-    hangs: Counter[str] = field(default_factory=Counter)
-    doubtful: set[str] = field(default_factory=set)
+    returns: Counter[str] = field(default_factory=Counter)  # times that each host has rejoined a running job
+    hangs: Counter[str] = field(default_factory=Counter)  # times that a rank on each host has caused a hang
+    doubtful: set[str] = field(default_factory=set)  # left out by the next start if possible
 
 
 class ClusterRun:
@@ -205,13 +199,7 @@ class ClusterRun:
 
 
 def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
-    """Return how a start ended.
-
-    Args:
-        nodes: the nodes of the start, rank 0's first; each has sent "ended" or is lost.
-        lost: why the first lost node was lost, or '' if no node was lost.
-        was_stopped: whether the ranks were sent a signal to stop.
-    """
+    """Return how a start ended; all nodes, rank 0's first, sent "ended" or are lost, the first one for `lost`."""
     endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
     first = endings.get(nodes[0].host)
     if first and (first.code == 0 or len(nodes) == 1):

@@ -77,10 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def import_ahead(names: str) -> None:
-    """Import modules (separated by commas) for all ranks, which report any module that cannot be imported.
-
-    Garbage collection is off during the imports: it would take a fifth of the time and find nothing.
-    """
+    """Import modules (separated by commas) for all ranks, which report any module that cannot be imported."""
     if not names:
         return
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -88,7 +85,7 @@ def import_ahead(names: str) -> None:
     # Keep libraries that look for GPUs from initializing CUDA, as they may do without NVML.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("DS_ACCELERATOR", "cuda")
-    gc.disable()
+    gc.disable()  # collection would take a fifth of the time and find nothing
     for name in names.split(","):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -165,8 +162,7 @@ def passing_signals_on(ranks: list[int]) -> Iterator[None]:
 def wait_for_all(ranks: list[int], channel: socket.socket | None, stop_timeout_s: float) -> int:
     """Wait until every rank has ended; return the first failed rank's exit code in the shell's form, or 0.
 
-    If a rank fails, the other ranks are stopped. If the supervisor dies, all ranks are stopped, and the launch's folder
-    is removed here instead of by the supervisor.
+    If a rank fails, the others are stopped. If the supervisor dies, all are, and the launch's folder is removed here.
     """
     first_failure, deadline, is_orphaned = 0, math.inf, False
     while True:
@@ -188,11 +184,8 @@ def wait_for_all(ranks: list[int], channel: socket.socket | None, stop_timeout_s
 
 
 def _end_of(rank: int) -> int | None:
-    """Return a rank's exit code (128 + n for signal n), or None while the rank runs.
-
-    A rank that has exited is not reaped, so that the supervisor can read the zombie's exit code.
-    """
-    end = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    """Return a rank's exit code (128 + n for signal n), or None while the rank runs."""
+    end = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # not reaped: the supervisor reads it too
     if end is None:
         return None
     return end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status

@@ -48,9 +48,8 @@ _listening: list[socket.socket] = []  # kept open until the process ends
 def machine_facts(_node: str, order: Mapping[str, Any]) -> Facts:
     """Return facts about this machine as values that JSON can represent.
 
-    Args:
-        order: contains `log_dir`, the folder of all logs, which need not exist yet; `data`, the fields of the data
-            set's `DataOptions`, or None; and `training`, the trainer's flags, or None.
+    `order` has `log_dir`, which need not exist yet; `data`, the fields of the data set's `DataOptions`, or None; and
+    `training`, the trainer's flags, or None.
     """
     shm_bytes, _, shm_free_bytes = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else (0, 0, 0)
     return {
@@ -105,12 +104,9 @@ def gpu_facts() -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Return why importing torch or torchvision fails (or None), torch's CUDA version, and whether the C decoder works.
-
-    CUDA must not be initialized here, because the ranks of the network check are forked from this process.
-    """
+    """Return why importing torch or torchvision fails (or None), torch's CUDA version, and if the C decoder works."""
     try:
-        import torch
+        import torch  # must not initialize CUDA: the ranks of the network check are forked from this process
         import torchvision  # noqa: F401  fails if its operators were built for another torch
     except Exception as error:
         return {"import_problem": f"{type(error).__name__}: {error}"[:200], "torch_cuda": None}
@@ -171,16 +167,10 @@ def try_paths(node: str, order: Mapping[str, Any]) -> Facts:
 def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
     """Run this machine's ranks of the network check; a collective operation across the agents of all machines.
 
-    Args:
-        node: this machine's name in `ranks`.
-        order: contains `ranks`, the name and number of ranks of every machine, in rank order; `address` and `port` of
-            the first machine, where the ranks meet; `run_id`, the run ID of their store; `use_gpu`, whether to use NCCL
-            between GPUs instead of gloo between CPUs; `interfaces`, the interface over which each machine reaches the
-            others ('' to let gloo and NCCL choose); `join_seconds`, how long ranks wait for each other; and `seconds`,
-            the time limit of the whole check.
-
-    Returns:
-        `bytes` and `seconds` of an all-reduce, and the `backend`; only the `problem` if the check failed.
+    `order` has `ranks`, each machine's name and number of ranks, in rank order; the `address` and `port` at which the
+    ranks meet; `run_id`, of their store; `use_gpu`, for NCCL instead of gloo; `interfaces`, by which machines reach the
+    others ('': gloo and NCCL choose); `join_seconds`, how long ranks wait for each other; and `seconds`, the time limit
+    of the whole check. The result has `bytes` and `seconds` of an all-reduce and the `backend`, or only the `problem`.
     """
     names = [name for name, _ in order["ranks"]]
     counts = [count for _, count in order["ranks"]]

@@ -27,24 +27,16 @@ LOCAL_RANKS_EXIT_SECONDS = 5.0
 
 
 def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
-    """Return the beginning of the command that starts ranks from one process, with the modules to preload.
-
-    Args:
-        engine: the configured engine; a third-party engine has the same name as its library.
-        has_gpus: whether the ranks use GPUs.
-    """
-    # No engine is preloaded for CPU ranks: the launcher may have missed GPUs, and an engine may stay bound to the
-    # type of device that it was imported for.
+    """Return the beginning of the command that starts ranks from one process, with the modules to preload."""
+    # A third-party engine is named like its library. No engine is preloaded for CPU ranks: the launcher may have missed
+    # GPUs, and an engine may stay bound to the type of device that it was imported for.
     preloaded = [*PRELOADED, *([engine] if has_gpus and engine not in OUR_ENGINE else [])]
     return [sys.executable, "-u", LOCAL_RANKS, f"--preload={','.join(preloaded)}"]
 
 
 def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str, str]:
-    """Return variables that make a CPU rank's malloc keep freed memory for the next step, which avoids page faults.
-
-    Return no variables for GPU ranks, if the environment already sets one of malloc's variables (mallopt(3)), or if the
-    address space is limited (`ulimit -v` or `-d`), because the kept memory would use it up.
-    """
+    """Return variables that make a CPU rank's malloc keep freed memory for the next step, which avoids page faults."""
+    # The kept memory would use up a limited address space (`ulimit -v` or `-d`); mallopt(3) lists the variables.
     is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit, _ in OWN_LIMITS)
     if has_gpus or is_limited or any(name.startswith("MALLOC_") for name in environment):
         return {}
@@ -55,19 +47,12 @@ def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str
 class NodeLauncher:
     """The process of `zerovision/launch/local_ranks.py`, like a Popen that can be restarted.
 
-    The process outlives its ranks, and forks the ranks of the next start without importing modules again. If the
-    process itself has ended, it is restarted.
-
-    Attributes:
-        returncode: exit code of the last start: either that of the first failed rank, in the shell's form, or that of
-            the process itself, in Popen's form; None while the ranks are running.
-        ranks: the processes of the last start, by rank; empty until all of them exist.
-        pid: ID of the process, or 0 if there is none.
+    It outlives its ranks, and forks the next start's without importing modules again. If it has ended, it is restarted.
     """
 
     def __init__(self) -> None:
-        self.returncode: int | None = None
-        self.ranks: dict[int, psutil.Process] = {}
+        self.returncode: int | None = None  # of the first failed rank (shell's form) or the process (Popen's form)
+        self.ranks: dict[int, psutil.Process] = {}  # of the last start, by rank; empty until all exist
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
         self._environment: dict[str, str] = {}

@@ -51,20 +51,12 @@ def receive_signals(note: Callable[[int], object] = lambda _number: None) -> lis
 
 @dataclass(frozen=True)
 class Ending:
-    """How one start of the launcher ended.
+    """How one start of the launcher ended."""
 
-    Attributes:
-        code: the exit code, in the shell's form.
-        reason: why the start ended, without a trailing period.
-        is_final: whether no start with the same settings may follow.
-        hang_order: after a hang, whether the hung rank's process was running rather than stopped, and the rank's step;
-            the machine with the smallest value is the most likely cause.
-    """
-
-    code: int
-    reason: str = ""
-    is_final: bool = True
-    hang_order: tuple[bool, int] | None = None
+    code: int  # in the shell's form
+    reason: str = ""  # without a trailing period
+    is_final: bool = True  # no start with the same settings may follow
+    hang_order: tuple[bool, int] | None = None  # hung rank: (not stopped, step); the least is the likely cause
 
 
 class NodeRun:

@@ -203,11 +203,7 @@ class Nodes:
         return Node(host, Channel(process.stdout.fileno(), process.stdin.fileno()), shell, LOST_SECONDS)
 
     def _start_here(self, command: list[str], environment: dict[str, str] | None, host: str) -> Node:
-        """Start an agent whose messages go over a separate pipe, because the ranks print to this process's output.
-
-        The pipe closes when the process at its other end exits, so silence is not a sign of failure: all processes may
-        have been paused, by Ctrl-Z or with a container.
-        """
+        """Start an agent whose messages go over a separate pipe, because the ranks print to this process's output."""
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb"):
             command = [*command, str(writing)]
@@ -215,6 +211,7 @@ class Nodes:
         assert process.stdin
         shell = Shell(process, host)
         shell.all_read.set()
+        # The pipe closes when the agent exits; silence may mean that all are paused, by Ctrl-Z or with a container.
         return Node(host, Channel(reading, process.stdin.fileno()), shell, math.inf)
 
     def beat(self) -> None:

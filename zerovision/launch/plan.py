@@ -109,29 +109,18 @@ class Plan:
         return len(self.hosts) * config.gradient_accumulation_steps
 
     def batch_flags(self, nodes: int, resuming: Sequence[str] = ()) -> list[str]:
-        """Return flags that preserve the global batch on this many nodes: with fewer nodes, each runs more micro-steps.
-
-        Args:
-            nodes: number of nodes that the start uses.
-            resuming: flags of this start, which may change the number of micro-steps.
-        """
+        """Return flags that preserve the global batch on this many nodes; with fewer, each runs more micro-steps."""
         if nodes == len(self.hosts) or self.config.batch_size == "auto":  # the ranks divide an automatic batch
             return []
+        # The flags of this start may change the number of micro-steps.
         config = check_training([*self.arguments, *resuming]) if resuming else self.config
         return [f"--gradient-accumulation-steps={self._micro_steps(config) // nodes}"]
 
 
 def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
-    """Return the arguments with `auto` replaced by the strategy, batch size and flags that the planner recommends.
+    """Return the arguments with the planner's strategy, batch size and flags in place of `auto`, or raise a UserError.
 
     A batch size of `auto` is kept, unless the planner recommends a smaller batch than it had assumed for `auto`.
-
-    Args:
-        given: arguments of the launcher.
-        nodes: number of machines in the run.
-
-    Raises:
-        UserError: for --gpu with a strategy other than `auto`, and for settings that the planner does not accept.
     """
     if given.positional["strategy"] != AUTO:
         if given.gpu:
@@ -158,16 +147,9 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
 
 
 def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
-    """Reject a run name that is in use, and a global batch that the ranks cannot share.
+    """Raise a UserError for a run name in use, or for a global batch that no possible number of ranks can share.
 
-    A resumed run keeps the global batch of its checkpoint, which the ranks read and check.
-
-    Args:
-        config: training configuration.
-        possible_ranks: numbers of ranks that the launch may use, the requested one first.
-
-    Raises:
-        UserError: if the name is in use, or no possible number of ranks can share the batch.
+    The requested number of ranks comes first. A resumed run keeps its checkpoint's global batch, which the ranks check.
     """
     folder = run_folder(config)
     if config.run_name:
@@ -183,10 +165,7 @@ def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
 
 
 def forwarded_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return this process's environment variables that ranks on other machines need, and the variables in `names`.
-
-    Apparent secrets are sent only if named, because srun transmits them in clear text.
-    """
+    """Return this process's environment variables that ranks on other machines need, and the variables in `names`."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -194,6 +173,6 @@ def forwarded_environment(names: Sequence[str]) -> dict[str, str]:
         or (
             name.startswith(FORWARDED_PREFIXES)
             and name not in NEVER_FORWARDED
-            and not any(sign in name for sign in SECRET_SIGNS)
+            and not any(sign in name for sign in SECRET_SIGNS)  # srun transmits variables in clear text
         )
     }

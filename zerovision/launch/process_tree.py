@@ -101,8 +101,7 @@ def shell_exit_code(code: int) -> int:
 def remove_stale_build_locks(folder: Path) -> None:
     """Remove the locks of compile jobs that have ended; print a note about jobs that may be running on another machine.
 
-    A rank that compiles signs its locks, and torch keeps the lock files open while compiling, which identifies locks
-    in use on this machine. A lock without our signature is stale after `LONGEST_BUILD_SECONDS`.
+    torch keeps a lock open while it compiles. Our ranks sign theirs; others are stale after `LONGEST_BUILD_SECONDS`.
     """
     locks = {str(path) for path in folder.glob("**/lock")}
     for process in psutil.process_iter() if locks else ():
@@ -170,11 +169,7 @@ class HeartbeatFolder:
 
 
 def make_temporary_folder(mark: str) -> HeartbeatFolder:
-    """Create the folder of the launch with this mark, and remove the folders of launches that are gone.
-
-    Raises:
-        UserError: if the folder cannot be created.
-    """
+    """Create the folder of the launch with this mark, or raise a UserError; remove those of launches that are gone."""
     place = socket_place(f"/{PREFIX}12345678")
     if not is_as_asked(place):
         wrong = "it cannot be written, or its name is too long for sockets in it"

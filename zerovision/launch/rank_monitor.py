@@ -43,21 +43,13 @@ AGREED_CODES = STOP_CODES | {
 
 @dataclass(frozen=True)
 class Death:
-    """How a rank ended.
-
-    Attributes:
-        rank: the rank's number.
-        process: host and pid of the rank, for messages.
-        code: exit code in Popen's form, -n for signal n; None if unknown.
-        noted: whether the rank's last heartbeat contained an exit code.
-        seconds: when the death was noticed, on the monotonic clock.
-    """
+    """How a rank ended."""
 
     rank: int
-    process: str
-    code: int | None
-    noted: bool
-    seconds: float
+    process: str  # host and pid of the rank, for messages
+    code: int | None  # in Popen's form, -n for signal n; None if unknown
+    noted: bool  # the rank's last heartbeat contained an exit code
+    seconds: float  # when the death was noticed, on the monotonic clock
 
     @property
     def is_failure(self) -> bool:
@@ -97,12 +89,9 @@ class RankMonitor:
             self.deaths += deaths
 
     def first_failure(self) -> Death | None:
-        """Return the first death that may leave other ranks waiting, or None.
-
-        The death of a rank that ran out of memory takes precedence, because ranks that lost their connection to it may
-        have ended earlier.
-        """
+        """Return the first death that may leave other ranks waiting, or None."""
         failures = [death for death in self.deaths if death.is_failure]
+        # Ranks that lost their connection to a rank that ran out of memory may have ended before it.
         return min(failures, key=lambda death: death.code != OUT_OF_MEMORY_EXIT_CODE, default=None)
 
     def all_ended(self, code: int | None = None) -> bool:

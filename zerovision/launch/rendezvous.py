@@ -37,20 +37,12 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The nodes of a start.
+    """The nodes of a start."""
 
-    Attributes:
-        nodes: the nodes that the start uses, rank 0's first.
-        addresses: for each node, the address at which the other nodes reach it.
-        interfaces: the network interface of each address, or '' if not found.
-        port: port on the first node at which the ranks meet.
-        has_gpus: whether the ranks run on GPUs.
-    """
-
-    nodes: list[Node]
-    addresses: list[str]
-    interfaces: list[str]
-    port: int
+    nodes: list[Node]  # rank 0's first
+    addresses: list[str]  # for each node, where the other nodes reach it
+    interfaces: list[str]  # the network interface of each address, or '' if not found
+    port: int  # on the first node, where the ranks meet
     has_gpus: bool
 
     def environment(self, node_rank: int) -> dict[str, str]:
@@ -77,15 +69,9 @@ class Candidate:
 
 
 class Roster:
-    """The hosts that a start may use, and whether each is ready; `look` updates them.
+    """The hosts that a start may use, in the order of the ranks, and whether each is ready; `look` updates them.
 
-    The constructor starts an agent on each host that has none.
-
-    Args:
-        nodes: the agents of the launch.
-        hosts: the hosts' names, in the order of the ranks.
-        prepare: the order that tells an agent to prepare.
-        retry_s: number of seconds after which a failed host is tried again; also an attribute.
+    The constructor starts an agent on each host that has none. Failed hosts are tried again after `retry_s` seconds.
     """
 
     def __init__(self, nodes: Nodes, hosts: Sequence[str], prepare: Message, retry_s: float = RETRY_SECONDS) -> None:
@@ -159,10 +145,8 @@ def next_rendezvous(
 ) -> Rendezvous | None:
     """Connect to the plan's hosts and wait until enough are ready; return None if a signal arrives first.
 
-    Doubtful hosts are used only if there are too few other hosts.
-
-    Raises:
-        CannotStart: if too few hosts answer in time, or a host refuses the connection or cannot be used.
+    Doubtful hosts are used only if there are too few others. CannotStart is raised if too few hosts answer in time or,
+    unless `is_restart`, if a host refuses the connection or cannot be used.
     """
     roster = Roster(nodes, plan.hosts, plan.prepare)
     patience_s = PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS
@@ -204,11 +188,7 @@ def _enough(roster: Roster, plan: Plan, doubtful: set[str], *, is_late: bool) ->
 
 
 def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
-    """Return why machines cannot train together, by machine, and what to do about it.
-
-    The launching machine is left out of the comparison, because its code may have changed by the time of a restart; its
-    software at the time of the launch still breaks ties between the nodes.
-    """
+    """Return why machines cannot train together, by machine, and what to do about it."""
     answers = {host: nodes.found[host].messages["ready"] for host in ready}
     if wrong := {host: answer["error"] for host, answer in answers.items() if "error" in answer}:
         return wrong, ""
@@ -216,6 +196,7 @@ def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool)
     if short := {host: reason for host, answer in answers.items() if (reason := _too_few(answer, wanted, has_gpus))}:
         return short, f"{wanted} {'GPUs' if has_gpus else 'CPU ranks'} per node requested."
     software = {host: answer["software"] for host, answer in answers.items()}
+    # By a restart, the code here may have changed; the software at the time of the launch still breaks ties.
     others = differences(software if is_restart else {**software, LAUNCHING: plan.software}, plan.software)
     if plan.given.allow_differences:
         if others:
@@ -253,8 +234,7 @@ def differences(software: Mapping[str, Mapping[str, str]], decisive: Mapping[str
 def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
     """Return why a folder cannot be used for the logs, for each host that does not share it.
 
-    The first host's agent writes a file into the folder, and removes it before its ranks start; the other agents look
-    for the file. If none of several agents finds it, the first host is at fault; with only two hosts, either may be.
+    The first host's agent writes a file there, and removes it before its ranks start; the other agents look for it.
     """
     first, *others = hosts
     if not others:
@@ -267,7 +247,7 @@ def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
     silent = {host: no_answer for host in others if host not in seen}
     blind = [host for host, answer in seen.items() if not answer["is_seen"]]
     odd = blind
-    if blind == others:
+    if blind == others:  # the first host is at fault; with only two hosts, either may be
         odd = [first] if len(others) > 1 else hosts
     return silent | dict.fromkeys(odd, f"what {first} writes in {folder} does not appear on {', '.join(blind)}")
 
@@ -283,9 +263,7 @@ def by_reason(unfit: Mapping[str, str]) -> str:
 def reachable_addresses(known: Sequence[str], own: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
     """Return, for each machine, the address at which the other machines reach it, or ''.
 
-    Args:
-        known: the address of each machine that ssh or Slurm used, or to which its name resolves; '' if unknown.
-        own: the result of `zerovision.training.world.machine.own_addresses` on each machine.
+    `known` are addresses that ssh or Slurm used or names resolve to, or ''; `own` is each machine's `own_addresses`.
     """
     if len(known) == 1:
         return ["127.0.0.1"]

@@ -24,30 +24,16 @@ NODES_BACK_CODE = -1  # not an exit code: the ranks were stopped so that the nex
 
 @dataclass(frozen=True)
 class Started:
-    """The outcome of one start, or of all starts.
-
-    Attributes:
-        ending: how the start ended.
-        run_name: the run's name, or '' if rank 0 has not reported it.
-        position: position of the newest saved checkpoint, or -1.
-        has_gpus: whether the ranks used GPUs.
-    """
+    """The outcome of one start, or of all starts."""
 
     ending: Ending
-    run_name: str
-    position: int
+    run_name: str  # '' if rank 0 has not reported it
+    position: int  # of the newest saved checkpoint, or -1
     has_gpus: bool = True
 
 
 def smaller_settings(training: list[str], ranks: int, reason: str, *, has_gpus: bool) -> list[str]:
-    """Print what happens after a lack of memory; return flags for the next smaller settings, or [] to end the launch.
-
-    Args:
-        training: arguments of the training entry point.
-        ranks: number of ranks.
-        reason: what happened, without a trailing period.
-        has_gpus: whether the ranks compute on GPUs.
-    """
+    """Print what follows a lack of memory; return flags for the next smaller settings, or [] to end the launch."""
     config = check_training(training)
     rung = next_rung(config, ranks, has_gpus=has_gpus)
     if rung is None or config.on_oom == "stop":
@@ -70,9 +56,7 @@ class RestartPolicy:
     def after_failure(self, reason: str, position: int) -> float | None:
         """Print to stderr what happens next; return the seconds to wait before the next start, or None to give up.
 
-        Args:
-            reason: what happened, without a trailing period.
-            position: position of the newest checkpoint since the last start, or -1.
+        `position` is that of the newest checkpoint since the last start, or -1.
         """
         if position > self._position:
             self._position, self._in_a_row = position, 0
@@ -95,12 +79,8 @@ def start_until_done(
 ) -> Started:
     """Start a training job, and restart it after failures; return how the last start ended, and the newest checkpoint.
 
-    Args:
-        start: function that runs the job once, given the number of restarts so far and the flags that resume its run.
-        restarts: decides how many restarts are allowed.
-        training: arguments of the training entry point, as given.
-        ranks: number of ranks.
-        received: list to which the signal handlers append received signals.
+    `start` runs the job once, given the number of restarts so far and the flags that resume its run. Signal handlers
+    append to `received`.
     """
     run_name, newest, smaller = "", -1, list[str]()
     while True:

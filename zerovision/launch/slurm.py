@@ -46,25 +46,15 @@ TIME_LIMIT = "SIGUSR1, the time limit is near"
 
 @dataclass(frozen=True)
 class Job:
-    """A Slurm job, or one task of an array.
+    """A Slurm job, or one task of an array."""
 
-    Attributes:
-        slurm_id: the job's ID for `scontrol`.
-        name: '77', or '70-3' for task 3 of array 70; unchanged by a requeue.
-        task: number of the task in its array, or None outside an array.
-        restarts: number of times that Slurm has restarted the job.
-        nodes: number of nodes.
-        node_list: the job's nodes in Slurm's notation.
-        gpus: number of the job's GPUs on its first node, or None if Slurm does not report it.
-    """
-
-    slurm_id: str
-    name: str
-    task: int | None
-    restarts: int
+    slurm_id: str  # for `scontrol`
+    name: str  # '77', or '70-3' for task 3 of array 70; unchanged by a requeue
+    task: int | None  # in its array; None outside an array
+    restarts: int  # times that Slurm has restarted the job
     nodes: int
-    node_list: str
-    gpus: int | None
+    node_list: str  # in Slurm's notation
+    gpus: int | None  # on the first node; None if Slurm does not report it
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Job | None:
@@ -98,14 +88,9 @@ class Job:
 
 
 def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str], TrainConfig]:
-    """Return the training entry point's arguments in a job, and the configuration that they describe.
+    """Return the training entry point's arguments in a job, and the configuration they describe, or raise a UserError.
 
-    Args:
-        arguments: the training entry point's arguments as the user gave them; `--model-type=` comes first.
-        job: the job; None for a check outside a job, where the task's number is 0.
-
-    Raises:
-        UserError: for arguments that the training entry point rejects, and if tasks of an array would share a run.
+    `arguments` are as the user gave them, `--model-type=` first. Without a job, for a check, the task's number is 0.
     """
     task = 0 if job is None else job.task
     if task is None and any(TASK in given for given in arguments):
@@ -171,19 +156,12 @@ class JobState(Enum):
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What a job records about its starts.
+    """What a job records about its starts."""
 
-    Attributes:
-        code: exit code of its last start.
-        reason: why that start ended.
-        position: position of the newest checkpoint of any start, or -1.
-        failures: reasons for the failures since that checkpoint, with every number replaced by N.
-    """
-
-    code: int = 0
-    reason: str = ""
-    position: int = -1
-    failures: tuple[str, ...] = ()
+    code: int = 0  # of the last start
+    reason: str = ""  # why that start ended
+    position: int = -1  # of the newest checkpoint of any start, or -1
+    failures: tuple[str, ...] = ()  # reasons since that checkpoint, with every number replaced by N
 
     @classmethod
     def read(cls, path: Path) -> JobRecord:
@@ -202,13 +180,7 @@ class JobRecord:
 
 
 def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> tuple[str, JobRecord | None]:
-    """Return a message about the last start, and the record to requeue the job with, or None not to requeue it.
-
-    Args:
-        last: how the last start ended.
-        earlier: the record of earlier starts.
-        state: what Slurm is doing with the job.
-    """
+    """Return a message about the last start, and the record to requeue the job with, or None not to requeue it."""
     if last.code == 0 or state is JobState.ENDING:
         return "", None
     if last.position > earlier.position:
