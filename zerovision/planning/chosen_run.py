@@ -53,19 +53,12 @@ BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """One run, or two runs, the first of which trains only the head.
+    """One run, or two runs, the first of which trains only the head."""
 
-    Attributes:
-        stages: the settings of each run; the last run is the requested one.
-        choices: the chosen settings and their reasons; empty for a resumed run.
-        lines: messages about the choices, and the command that repeats them.
-        began: when the time limit started to run, in seconds since 1970.
-    """
-
-    stages: Sequence[TrainConfig]
-    choices: Choices = field(default_factory=dict)
-    lines: Sequence[str] = ()
-    began: float = field(default_factory=time.time)
+    stages: Sequence[TrainConfig]  # the settings of each run; the last run is the requested one
+    choices: Choices = field(default_factory=dict)  # settings and their reasons; empty for a resumed run
+    lines: Sequence[str] = ()  # messages about the choices, and the command that repeats them
+    began: float = field(default_factory=time.time)  # when the time limit started to run, in seconds since 1970
 
     @property
     def config(self) -> TrainConfig:

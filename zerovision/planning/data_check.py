@@ -90,21 +90,13 @@ Size = tuple[int, int]  # width, height in pixels
 
 @dataclass
 class DataReport:
-    """The result of `check_data`.
-
-    Attributes:
-        datasets: The loaded data set.
-        sizes: Width and height in pixels of the smallest and the largest readable image; empty if none is readable.
-        unreadable: Path of each image that cannot be used, and the reason.
-        image_notes: Path of each unusual but usable image, and a note about it.
-        digests: Digests of the files that were read, int64 [N] for each part.
-    """
+    """The result of `check_data`."""
 
     datasets: DatasetPair
-    sizes: list[Size] = field(default_factory=list)
-    unreadable: list[tuple[str, str]] = field(default_factory=list)
-    image_notes: list[tuple[str, str]] = field(default_factory=list)
-    digests: dict[str, np.ndarray] = field(default_factory=dict)
+    sizes: list[Size] = field(default_factory=list)  # of the smallest and the largest readable image, if any
+    unreadable: list[tuple[str, str]] = field(default_factory=list)  # path of each, and the reason
+    image_notes: list[tuple[str, str]] = field(default_factory=list)  # path of an unusual but usable image, a note
+    digests: dict[str, np.ndarray] = field(default_factory=dict)  # of the files read, int64 [N] for each part
 
     @property
     def images(self) -> int:
@@ -183,11 +175,7 @@ class _SizeReader(Dataset):
 
 
 def decode_part(name: str, workers: int, report: DataReport) -> None:
-    """Decode all images of a part ("train", ...) in `workers` processes, and add the findings to the report.
-
-    Raises:
-        FileServerError: If a file server does not answer.
-    """
+    """Decode all images of a part ("train", ...) and add the findings to the report, or raise a FileServerError."""
     images = _SizeReader(report.datasets.parts[name].source)
     report.digests[name] = np.full(len(images), UNKNOWN, dtype=np.int64)
     loader = DataLoader(

@@ -23,17 +23,11 @@ CPU = "cpu"  # the name of a CPU rank's share of a machine
 
 @dataclass(frozen=True)
 class Gpu:
-    """The device of one rank: a GPU, or a CPU rank's share of a machine.
+    """The device of one rank: a GPU, or a CPU rank's share of a machine."""
 
-    Attributes:
-        name: the value for `--gpu`.
-        memory_bytes: memory according to the data sheet, with 10^9 bytes per GB; slightly less than the driver reports.
-        has_bf16: whether its tensor cores support bf16.
-    """
-
-    name: str
-    memory_bytes: int
-    has_bf16: bool = True
+    name: str  # a value for `--gpu`, the driver's name, or `CPU`
+    memory_bytes: int  # by `--gpu`, 10^9 bytes per GB of the data sheet: slightly less than the driver reports
+    has_bf16: bool = True  # whether its tensor cores support bf16
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -45,14 +39,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """One of a job's identical machines.
+    """One of a job's identical machines."""
 
-    Attributes:
-        gpu: the device of each rank.
-        ranks: number of ranks on the machine.
-    """
-
-    gpu: Gpu
+    gpu: Gpu  # the device of each rank
     ranks: int
 
 
@@ -78,10 +67,7 @@ GPUS = {
 def find_gpu(name: str) -> Gpu:
     """Return a GPU by its key in `GPUS`; punctuation may differ, and the memory size is optional: 'H100', 'RTX 3090'.
 
-    A size alone, such as '8gb', means any GPU with that memory and bf16.
-
-    Raises:
-        UserError: for an unknown or ambiguous name; the message suggests the nearest name.
+    A size alone, such as '8gb', means any GPU with that memory and bf16. Other names raise a UserError.
     """
     if size := re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,3})?)\s*gi?b\s*", name.lower()):
         gigabytes = float(size[1])
@@ -102,11 +88,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def detect_machine(ranks: int) -> Machine:
-    """Return this process's machine: its GPUs, or a CPU rank's share of its memory.
-
-    Args:
-        ranks: number of ranks that share the machine.
-    """
+    """Return this process's machine for `ranks` ranks: its GPUs, or a CPU rank's share of its memory."""
     import torch  # the planner's flags are read without torch
 
     from zerovision.training.engines.precision import AMPERE

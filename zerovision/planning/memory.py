@@ -28,41 +28,24 @@ ALLOCATOR_SLACK = 0.08
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a network, from `zerovision.planning.run_workload.sizes_of`.
+    """The sizes of a network, in elements; see `zerovision.planning.run_workload.sizes_of`."""
 
-    Attributes:
-        parameters: total number of elements, whether trained or not.
-        trained: number of trained elements.
-        largest_parameter: number of elements of the largest parameter.
-        largest_block: number of elements of the largest repeated block, which FSDP2 gathers as a whole; 0 if there are
-            no blocks.
-        next_block: number of elements of the larger neighbor of the largest block.
-        outside: number of elements outside all blocks, which FSDP2 gathers with the root module.
-        buffer_bytes: size of the buffers, such as BatchNorm's statistics, in bytes.
-    """
-
-    parameters: int
+    parameters: int  # whether trained or not
     trained: int
     largest_parameter: int
-    largest_block: int = 0
-    next_block: int = 0
-    outside: int = 0
-    buffer_bytes: int = 0
+    largest_block: int = 0  # of the repeated blocks, which FSDP2 gathers as a whole; 0 if there are none
+    next_block: int = 0  # the larger neighbor of the largest block
+    outside: int = 0  # outside all blocks, which FSDP2 gathers with the root module
+    buffer_bytes: int = 0  # of the buffers, such as BatchNorm's statistics
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's part of a network.
+    """One rank's part of a network."""
 
-    Attributes:
-        sizes: sizes of the whole network, or of the rank's stages.
-        activations: activations of all micro-batches that the rank has in flight.
-        start: bytes needed before the network is divided, including a trial micro-batch on the whole network.
-    """
-
-    sizes: ModelSizes
-    activations: Activations
-    start: int = 0
+    sizes: ModelSizes  # of the whole network, or of the rank's stages
+    activations: Activations  # of all micro-batches that the rank has in flight
+    start: int = 0  # bytes before the network is divided, including a trial micro-batch on the whole network
 
 
 @dataclass(frozen=True)
@@ -183,8 +166,7 @@ class _Needs:
 def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, tree: StepTree, *, shares_memory: bool) -> _Needs:
     """Return the bytes for stage 1 of PyTorch's engine, where gradients and their sums keep their memory between steps.
 
-    Ranks that share memory share one copy of the weights, a part of which is attributed to each rank; other ranks
-    receive the sums of all ranks for their own part.
+    Ranks that share memory share one copy of the weights; other ranks receive the sums of all ranks for their own part.
     """
     whole, part = _whole_and_part(sizes, plan)
     # Full-size gradients: the running sum, and the sums that the tree sets aside.
@@ -197,10 +179,9 @@ def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, tree: StepT
 def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, leaves: Leaves) -> _Needs:
     """Return the bytes for stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
 
-    Besides its own part, a rank keeps all weights at stage 2. At stage 3, it keeps the weights outside all blocks and
-    those of a neighbor of the largest block, because the next block is gathered while one block's gradients are sent.
-    The gradients of the largest block are copied and sent as a whole; gradients outside all blocks are sent at the end
-    of the backward pass.
+    Stage 2 keeps all weights. Stage 3 keeps those outside all blocks, and gathers the next block while one block's
+    gradients are sent. The largest block's gradients are copied and sent as a whole, and gradients outside all blocks
+    at the end of the backward pass.
     """
     whole, part = _whole_and_part(sizes, plan)
     # The largest number of partial gradient sums that a rank keeps from one micro-step to the next.

@@ -45,16 +45,7 @@ PARTS = {
 def print_plan(
     job: PlannedJob, chosen: Option, rungs: list[Rung], assumed: str, step_s: float | None, *, as_json: bool
 ) -> None:
-    """Print the recommended option and the other options.
-
-    Args:
-        job: the job to plan.
-        chosen: the recommended option.
-        rungs: the changes of settings that lead to the recommended option.
-        assumed: the assumptions for missing values.
-        step_s: seconds that a step of the chosen micro-batch took on this machine; None if not measured.
-        as_json: whether to print JSON instead of text.
-    """
+    """Print the chosen option, the other options, what was `assumed`, and how long a measured step took, if any."""
     words = chosen.config
     can_fill = job.has_gpus and words.ranks_per_replica == words.ranks_per_layer  # stages differ in memory
     filled = filling_batch(job, chosen) if can_fill else None
@@ -224,22 +215,12 @@ def plan(given: PlanSettings) -> int:
 
 
 def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> float:
-    """Train for `STEPS` steps on a micro-batch of random images, in one process, on the first GPU or the CPU.
-
-    Args:
-        config: settings that contain the model, micro-batch, image channels, optimizer, and a resolved precision; the
-            loss is not scaled here.
-        classes: number of classes.
-        image_size: size of the images in pixels.
-
-    Returns:
-        The median time of a forward pass, backward pass and update, in seconds.
-    """
+    """Return the median seconds of a step (forward, backward, update) on random images, on the first GPU or the CPU."""
     limit_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = build_network(config, classes, image_size).to(device).to(memory_format=torch.channels_last)
     optimizer = optimizer_of(network, config)
-    forward = under_autocast(network, config.precision, device)
+    forward = under_autocast(network, config.precision, device)  # a resolved precision; the loss is not scaled
     images = torch.rand(config.micro_batch, config.image_channels or 3, *sides(image_size), device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     seconds = []

@@ -58,12 +58,7 @@ def _costs_more_than_a_mesh(rung: Rung) -> bool:
 
 
 def _first_mesh(job: PlannedJob, batch_size: int) -> TrainConfig | None:
-    """Return the configuration with the smallest mesh that fits, keeping the images per update; None if no mesh fits.
-
-    Args:
-        job: the job, which does not fit without a mesh.
-        batch_size: number of images per micro-batch.
-    """
+    """Return the settings with the smallest mesh that fits, keeping the images per update, or None if none does."""
     kinds = [{flag: size} for flag in MESH for size in SIZES]
     # On several machines, each machine's ranks form a tensor group, which runs one stage (Narayanan et al.
     # 2021, section 3.2).

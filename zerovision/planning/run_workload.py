@@ -36,23 +36,14 @@ from zerovision.training.recipe.tuning import tune
 
 @dataclass(frozen=True)
 class Workload:
-    """A network, and one rank's work on it in a micro-step.
+    """A network, and one rank's work on it in a micro-step."""
 
-    Attributes:
-        network: network on the meta device; not modified.
-        image_size: size of the training images in pixels.
-        image_channels: number of channels of the training images.
-        sizes: sizes of the network, in elements and bytes.
-        optimizer_values: number of values that the update rule and weight averages keep per trained parameter.
-        whole_bytes: bytes of the whole network's weights and buffers, which a rank keeps until the network is divided.
-    """
-
-    network: nn.Module
-    image_size: ImageSize
+    network: nn.Module  # on the meta device; not modified
+    image_size: ImageSize  # of the training images, in pixels
     image_channels: int
     sizes: ModelSizes
-    optimizer_values: float
-    whole_bytes: int
+    optimizer_values: float  # kept per trained parameter by the update rule and weight averages
+    whole_bytes: int  # weights and buffers of the whole network, which a rank keeps until it is divided
 
     @property
     def saved_bytes(self) -> int:
@@ -100,16 +91,7 @@ class Workload:
 
 
 def build_network(config: TrainConfig, classes: int, image_size: ImageSize) -> nn.Module:
-    """Build a run's network in training mode, with random weights on PyTorch's default device.
-
-    Args:
-        config: settings that contain the model and the number of image channels.
-        classes: number of classes.
-        image_size: size of the training images in pixels.
-
-    Raises:
-        UserError: if the network cannot be built for these images.
-    """
+    """Build a run's network in training mode, with random weights on PyTorch's default device, or raise a UserError."""
     built = build_model(config, classes, image_size, config.image_channels or 3, loads_weights=False)
     return tune(built, config.tune).module.train()
 
@@ -172,16 +154,9 @@ def sizes_of(network: nn.Module, names: Collection[str] | None = None) -> ModelS
 
 @lru_cache(maxsize=64)
 def stages_of(workload: Workload, config: TrainConfig, precision: str, device: str) -> tuple[RankShare, ...]:
-    """Cut a network into stages; return each rank's part.
+    """Cut a network into stages for 'fp32', 'bf16' or 'fp16' on 'cpu' or 'cuda'; return each rank's part.
 
-    Args:
-        workload: the whole network.
-        config: configuration with the micro-batch, accumulation, activation checkpointing and pipeline.
-        precision: 'fp32', 'bf16' or 'fp16'.
-        device: 'cpu' or 'cuda'.
-
-    Raises:
-        UserError: if the network cannot be cut as requested.
+    Raise a UserError if the network cannot be cut as requested.
     """
     if isinstance(workload.network, Ensemble):
         return _members_of(workload, workload.network, config, precision, device)

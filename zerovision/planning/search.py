@@ -33,23 +33,14 @@ NO_ACTIVATIONS = Activations(0, ((0, 0),))
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The job to plan.
+    """The job to plan."""
 
-    Attributes:
-        config: training configuration; the search begins with its strategy.
-        machine: one of the identical machines on which the ranks run.
-        ranks: number of ranks in the run.
-        classes: number of classes.
-        image_size: size of the training images in pixels.
-        images: number of images in an epoch.
-    """
-
-    config: TrainConfig
-    machine: Machine
-    ranks: int
+    config: TrainConfig  # the search begins with its strategy
+    machine: Machine  # one of the identical machines on which the ranks run
+    ranks: int  # on all machines
     classes: int
-    image_size: ImageSize
-    images: int
+    image_size: ImageSize  # of the training images, in pixels
+    images: int  # in an epoch
 
     @cached_property
     def workload(self) -> Workload:
@@ -71,11 +62,7 @@ class PlannedJob:
         return self._divided[ranks]
 
     def plan_for(self, config: TrainConfig) -> ParallelPlan:
-        """Return how a configuration distributes the state over the job's ranks.
-
-        Raises:
-            UserError: if the ranks cannot form the configuration's mesh.
-        """
+        """Return how a configuration distributes the state over the job's ranks, or raise a UserError."""
         of_data, local = data_ranks(self.ranks, config.mesh), min(self.machine.ranks, self.ranks)
         check_machine(config, local)
         shards = local // config.ranks_per_replica if config.replicate_across == "nodes" else 0
@@ -193,11 +180,7 @@ def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
 
 
 def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
-    """Return a configuration with the default engine and, if no engine is requested, with any other that supports it.
-
-    Raises:
-        UserError: if the default or the requested engine does not support the configuration.
-    """
+    """Return the config and, if its engine is 'auto', one for each other that supports it, or raise a UserError."""
     default = evaluate(job, config, counts_activations=False).engine
     found = [config]
     for name in ENGINES if config.engine == "auto" else ():
@@ -222,11 +205,7 @@ def options(job: PlannedJob) -> list[Option]:
 
 
 def with_planned_batch(job: PlannedJob) -> PlannedJob:
-    """Return the job with the largest batch size predicted to fit in place of `auto`, or the smallest if none fits.
-
-    Raises:
-        UserError: if the ranks cannot share the global batch.
-    """
+    """Return the job with the largest batch that should fit, or else the smallest, for `auto`; or raise a UserError."""
     config = job.config
     if config.batch_size != "auto":
         return job
@@ -239,8 +218,7 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
 
 
 def filling_batch(job: PlannedJob, chosen: Option) -> Option:
-    """Return the option without accumulation and with the most images per step that are predicted to fit, but never
-    with fewer images than `chosen`.
+    """Return the option without accumulation with the most images that should fit, or `chosen` if it has as many.
 
     The memory of the backward pass grows about linearly with the number of images. The line through the last two sizes
     predicts where it reaches `FILL` of the GPU; the memory at that size then improves the estimate.
