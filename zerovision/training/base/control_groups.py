@@ -20,11 +20,7 @@ OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) -> Iterator[Path]:
     """Yield the paths at which this process's control groups may have a file, innermost group first.
 
-    Args:
-        controller: the file's controller, 'memory' or 'cpu'.
-        name: name of the file under version 2 of control groups.
-        old_name: name of the file under version 1 of control groups.
-        root: folder that contains /proc and /sys.
+    A file of `controller`, 'memory' or 'cpu', is called `old_name` under version 1. `root` contains /proc and /sys.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -188,12 +188,9 @@ def _is_recent(path: Path) -> bool:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether a process has the file open, as safetensors does while it writes.
-
-    A recent file of another user is considered open, because that user's processes are not visible.
-    """
+    """Return whether a process has the file open, as safetensors does while it writes."""
     facts = path.stat()
-    if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):
+    if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):  # another user's processes are not visible
         return True
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # already closed, or owned by another user

@@ -38,14 +38,7 @@ def show_score(name: str, value: float) -> str:
 
 
 def says_top5(classes: int, task: str) -> bool:
-    """Return whether to show top-5.
-
-    Top-5 is always 100 % with up to 5 classes, and meaningless with several labels per image.
-
-    Args:
-        classes: number of classes.
-        task: see `Scores`.
-    """
+    """Return whether to show top-5: it is 100 % for up to 5 classes, and meaningless for several labels per image."""
     return classes > 5 and not task
 
 

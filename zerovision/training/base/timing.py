@@ -41,12 +41,7 @@ class HostMarks:
 
 
 class StreamMarks:
-    """A timeline of a GPU stream: events that complete when the work before them is done.
-
-    Args:
-        stream: the compute stream.
-        new_event: function that creates an event with timing enabled.
-    """
+    """A timeline of a GPU stream: events (with timing enabled) that complete when the work before them is done."""
 
     def __init__(self, stream: Any, new_event: Callable[[], Any]) -> None:
         self._stream, self._new_event = stream, new_event
@@ -96,10 +91,7 @@ class SpanClock:
         return self._marks.seconds()
 
     def belongs_here(self) -> bool:
-        """Return whether to measure here: on the training thread, or on autograd's thread during the backward pass.
-
-        The thread that writes checkpoints is not measured, nor is the capture of a CUDA graph.
-        """
+        """Return whether to measure here: on the training thread, or on autograd's thread during the backward pass."""
         is_training = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
         is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         return is_training and not is_recorded
