@@ -81,14 +81,11 @@ def choose_batch_size(run: Run) -> Run:
     """Return the run with `--batch-size auto` resolved to a number, and a note for the log; a collective.
 
     A run keeps the number that its first start found, even on a different number of ranks, if those ranks can share the
-    global batch evenly. A resumed run takes the number from its checkpoint.
-
-    Raises:
-        UserError: on all ranks, if the ranks cannot share the global batch evenly, or if not even 8 images fit.
-        MemoryError: if 8 images do not fit, and `--on-oom adapt` lets the launcher continue with smaller settings.
+    global batch evenly. If no number fits, raise a UserError on all ranks, or a MemoryError if `--on-oom adapt` lets
+    the launcher continue with smaller settings.
     """
     config, world = run.config, run.world
-    if config.batch_size != "auto":
+    if config.batch_size != "auto":  # a resumed run has the number of its checkpoint
         return run
     earlier = _earlier_result(config, run.folder) if world.is_main else None
     size, global_batch = broadcast_object(earlier, world) or (0, 0)
@@ -109,12 +106,7 @@ def choose_batch_size(run: Run) -> Run:
 
 
 def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -> int | None:
-    """Return the index of the largest size that fits, or None if the smallest does not fit.
-
-    Args:
-        planned: predicted bytes for each size, in ascending order; only their differences matter.
-        measure: function that runs a trial with the size at an index.
-    """
+    """Return the index of the largest size that fits, or None; `planned` are ascending bytes, up to a constant."""
     fitting, too_large, place = -1, len(planned), 0
     while fitting < place < too_large:
         found = measure(place)
@@ -193,11 +185,7 @@ def _plan(run: Run, configs: Sequence[TrainConfig]) -> list[int]:
 
 
 def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
-    """Run a trial of `STEPS` optimizer steps; a collective.
-
-    Raises:
-        AnotherStartNeededError: if one of several ranks runs out of memory; `record` is called first.
-    """
+    """Run a trial of `STEPS` steps; a collective. One of several ranks that is out of memory ends this start."""
     if run.config.learning_rate == "auto":  # resolved after the batch size
         run = run.changed(learning_rate=run.config.default_rate)
     config, world, is_short = run.config, run.world, False

@@ -55,13 +55,7 @@ Losses = Sequence[float | None]  # one per step, in nats; None or NaN for a step
 
 
 def choose_learning_rate(run: Run) -> Run:
-    """Return the run with `--learning-rate auto` resolved to a number, and a note for the log; a collective.
-
-    If the run's folder records an earlier search with the same settings, the rate from that search is used.
-
-    Raises:
-        UserError: on all ranks, if no rate clearly lowers the loss.
-    """
+    """Return the run with a number for `--learning-rate auto`, and a note, or raise a UserError; a collective."""
     config, world = run.config, run.world
     if config.learning_rate != "auto":
         return run
@@ -80,10 +74,7 @@ def choose_learning_rate(run: Run) -> Run:
 
 
 def _search(run: Run, about: dict[str, Any]) -> tuple[float, str]:
-    """Return the best rate and a description of the trials, and write all losses into the run's folder.
-
-    This is a collective. `about` contains what the result depends on.
-    """
+    """Return the best rate and a description, and write all losses and `about` into the run's folder; a collective."""
     config, world, classes = run.config, run.world, len(run.data.class_names)
 
     def say(text: str) -> None:
@@ -135,16 +126,10 @@ def find_rate(
 ) -> tuple[float | None, dict[float, Losses]]:
     """Return the best rate (None if even that rate does not lower the loss), and the losses of each rate tried.
 
-    From the first rate, the search goes up as long as rates get better; if no higher rate is better, it goes down.
-
-    Args:
-        first: rate to start from.
-        lowest: lowest rate to try.
-        highest: highest rate to try.
-        guess: loss of a uniform guess, in nats. Differences above this loss mean nothing, because a network reaches it
-            by learning to predict the same probabilities for every image.
-        measure: function that trains with a rate and returns the losses; each call starts from the same weights and
-            uses the same images.
+    From the first rate, the search goes up as long as rates get better; if no higher rate is better, it goes down. Each
+    call of `measure` starts from the same weights and uses the same images. Differences above `guess`, the loss of a
+    uniform guess in nats, mean nothing, because a network reaches this loss by learning to predict the same
+    probabilities for every image.
     """
     best, tried = first, {first: measure(first)}
     for factor in (FACTOR, 1 / FACTOR):
@@ -158,6 +143,7 @@ def find_rate(
                 best, in_vain = rate, 0
             else:
                 in_vain += 1
+    # The first losses of all rates, because at too high a rate even they exceed the loss of the initial weights.
     return best if has_fallen(tried[best], [guess, *map(first_loss, tried.values())]) else None, tried
 
 
@@ -185,11 +171,7 @@ def is_better(losses: Losses, others: Losses, guess: float) -> bool:
 
 
 def has_fallen(losses: Losses, before: Iterable[float]) -> bool:
-    """Return whether the final loss is clearly below all losses in `before`, given the scatter from step to step.
-
-    `before` contains the first losses of all rates, because at too high a rate even the first losses exceed the loss of
-    the initial weights.
-    """
+    """Return whether the final loss is clearly below all losses in `before`, given the scatter from step to step."""
     steps = _finite(losses)
     if math.isinf(final_loss(losses)) or len(steps) < FEWEST_STEPS // 2:
         return False

@@ -33,12 +33,8 @@ LARGEST_GRADIENT = 1e-5  # if the gradient stays above this value, the log says 
 def cache_features(run: Run) -> int:
     """Make the loaders yield features instead of images, and make the model accept both; a collective.
 
-    Returns:
-        The number of the signal that stopped the computation, or 0.
-
-    Raises:
-        UserError: on all ranks, if the model has several heads, or a head whose input is not a vector; if the backbone
-            computes different features in training and evaluation; or if an image on any rank cannot be read.
+    Return the number of the signal that stopped the computation, or 0; raise a UserError on all ranks if the model does
+    not allow this, or if an image on any rank cannot be read.
     """
     config, engine, world, begin = run.config, run.state.engine, run.world.data, time.perf_counter()
     heads = {name.rpartition(".")[0] for name in run.model.built.head_parameter_names}
@@ -90,12 +86,10 @@ def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: 
 
 @torch.no_grad()
 def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
-    """Make the model also accept features [B, D], to which training applies the dropout before the head; a collective.
+    """Make the model also accept features [B, D]; return the largest relative difference from images; a collective.
 
-    The dropout rate is chosen so that features and images yield the same result from the same random numbers.
-
-    Returns:
-        The remaining difference between the results from features and from images, relative to the largest number.
+    In training, features go through the dropout before the head. Its rate is chosen so that features and images yield
+    the same result from the same random numbers.
     """
     engine, device = run.state.engine, run.world.device
     module, rate = engine.module, 0.0
@@ -131,21 +125,12 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
 
 
 def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch.Tensor) -> None:
-    """Set the head to its optimum, so that the run only has to evaluate it; a collective.
+    """Set a linear head to its optimum, so that the run only has to evaluate it; a collective.
 
-    The optimum minimizes the mean cross-entropy plus weight_decay / 2 times the sum of the squared weights (excluding
-    biases), as in scikit-learn's `LogisticRegression` with C = 1 / (weight_decay x images). The problem is convex
-    and has one minimum, which rank 0 computes in float64. Every rank has the same features, so the result does not
-    depend on the number of ranks.
-
-    Args:
-        run: the run.
-        head: a linear layer.
-        features: the head's input for each training image, [N, D].
-        weights: weight of each image's loss, float32 [N].
-
-    Raises:
-        UserError: on all ranks, if the head is not a linear layer.
+    The optimum minimizes the mean cross-entropy over the features [N, D], weighted by `weights` float32 [N], plus
+    weight_decay / 2 times the sum of the squared weights of the head (excluding biases), as in scikit-learn's
+    `LogisticRegression` with C = 1 / (weight_decay x images). The problem is convex and has one minimum, which rank 0
+    computes in float64. Every rank has the same features, so the result does not depend on the number of ranks.
     """
     if not isinstance(head, nn.Linear):
         raise AgreedError(f"--features cached:lbfgs: the head is a {type(head).__name__}, not linear: leave lbfgs out.")

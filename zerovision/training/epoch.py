@@ -77,10 +77,7 @@ def train_and_evaluate(run: Run) -> int:
 
 
 def _end_epoch(run: Run, result: EpochResult, scores: Scores, evaluation_seconds: float) -> Callable[[], None] | None:
-    """Log an epoch and update the progress; if the epoch is the best so far, return a function that writes its weights.
-
-    This is a collective.
-    """
+    """Log an epoch, update the progress, and return a writer of its weights if it is the best so far; a collective."""
     state, world, names, best_by = run.state, run.world, run.data.class_names, run.config.best_by
     train_scores = state.sums.reduce(world)
     state.sums.reset()
@@ -133,10 +130,7 @@ def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str
 
 
 def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:
-    """Return the reason why an epoch with these mean losses, in nats, has diverged, or None if it has not.
-
-    The losses are compared with the loss of a uniform guess among `choices` possibilities.
-    """
+    """Return why an epoch with these mean losses (nats) has diverged, relative to a guess among `choices`, or None."""
     guess = math.log(max(choices, 2))
     for name, loss in (("validation loss", val_loss), ("training loss", train_loss)):
         if not math.isfinite(loss):
@@ -159,10 +153,7 @@ class _WholeModel:
 
 
 def judge_test(run: Run) -> None:
-    """Evaluate the test part and write its scores to a separate folder, unless they already exist; a collective.
-
-    An error is only logged; the run does not fail, because its weights are already saved.
-    """
+    """Evaluate the test part once and write its scores; a collective. Errors are only logged: the weights are saved."""
     test, world, folder = run.data.test, run.world, run.folder
     best_epoch = run.state.progress.best_epoch
     if test is None or not broadcast_object(best_epoch > 0 and _is_due(run), world):

@@ -24,20 +24,11 @@ LAUNCHER = [str(LAUNCH / "launch.py"), "launch_distributed.sh"]
 
 
 def run_launched(config: TrainConfig, gpus: int) -> int:
-    """Train on the ranks that scripts/launch_distributed.sh would start, and print their output as it arrives.
+    """Train on the ranks that scripts/launch_distributed.sh would start, print their output, and return the exit code.
 
-    SIGINT, SIGTERM and SIGUSR1 sent to this process are forwarded to the ranks, which save and stop. The ranks also
-    save and stop if this process dies.
-
-    Args:
-        config: configuration of the run.
-        gpus: number of ranks on this machine, each with one GPU; they are CPU ranks if the machine has no GPU.
-
-    Returns:
-        The launcher's exit code; for its values, see `zerovision.training.run.run`.
-
-    Raises:
-        UserError: if a value is wrong, or if this process is itself a launcher's rank.
+    SIGINT, SIGTERM and SIGUSR1 sent to this process are forwarded to the ranks, which save and stop; they also do so if
+    this process dies. If the machine has no GPU, `gpus` is the number of CPU ranks. Raise a UserError for a wrong
+    value, or if this process is itself a launcher's rank.
     """
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS_PER_NODE:
         raise UserError(f"gpus {shown(gpus)}: expected a whole number from 1 to {MOST_GPUS_PER_NODE}.")

@@ -49,16 +49,12 @@ class Accumulate:
 
 
 class EpochResult(NamedTuple):
-    """Measurements of one training epoch.
-
-    `data_wait_share` is averaged over the ranks; `stop_signal` is 0 unless the epoch ended early, see
-    `StopRequest.poll`.
-    """
+    """Measurements of one training epoch."""
 
     seconds: float
     images_per_second: float
-    data_wait_share: float
-    stop_signal: int
+    data_wait_share: float  # mean over the ranks
+    stop_signal: int  # 0 unless the epoch ended early; see `StopRequest.poll`
 
 
 def train_one_epoch(run: Run, batches: Iterable[Batch]) -> EpochResult:
@@ -172,20 +168,15 @@ def seed_own_leaf(run: Run, position: int, micro_step: int) -> None:
 
 
 def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> None:
-    """Make dropout depend only on (seed, step, leaf of the step); for leaves, see `base.leaves`.
-
-    A run that resumes inside an epoch therefore needs no stored generator state, and the same micro-batches get the
-    same masks on any number of ranks.
-    """
+    """Seed dropout by step and leaf (see `base.leaves`), so that no resume and no number of ranks changes the masks."""
     state = np.random.SeedSequence((seed, position, leaf)).generate_state(1, np.uint64)
     seed_generators(int(state[0] >> 1), device)
 
 
 class SafeBatches:
-    """An iterator over `count` batches that continues after an unreadable image.
+    """An iterator over `count` batches; after an unreadable image, they are zeros of weight 0 until all ranks stop.
 
-    If a rank raised an error in the middle of a step, the other ranks would wait for it in a collective. So after an
-    error, the rank continues with empty batches of weight 0 until all ranks have agreed to stop.
+    If a rank raised an error in the middle of a step, the other ranks would wait for it in a collective.
     """
 
     def __init__(self, batches: Iterable[Batch], count: int, run: Run) -> None:

@@ -71,13 +71,7 @@ DATA_SET, GLOBAL_BATCH, NORMALIZATION = "data set", "global batch", "normalizati
 
 
 def choose_checkpoint(run: Run) -> Run:
-    """Find the checkpoint to resume from, and apply the settings that a run keeps: preprocessing, batch and threads.
-
-    This is a collective.
-
-    Raises:
-        UserError: on all ranks, if a requested checkpoint is missing or damaged, or does not fit the run.
-    """
+    """Find the checkpoint to resume from and the settings that the run keeps, or raise a UserError; a collective."""
     config, data, world, names = run.config, run.data, run.world, None
     found, notes = find_checkpoint(config, run.folder, world, is_restart=run.start.origin.restarts > 0)
     if found is None:
@@ -139,11 +133,7 @@ def identity_of(run: Run) -> dict[str, Any]:
 def find_checkpoint(
     config: TrainConfig, folder: RunFolder, world: World, *, is_restart: bool
 ) -> tuple[Resumed | None, list[str]]:
-    """Return the checkpoint to resume from (None for a fresh start) and notes for the log; a collective.
-
-    Raises:
-        UserError: on all ranks, if the user requested a checkpoint and no undamaged one is found; see also `resumed`.
-    """
+    """Return the checkpoint to resume from, or None, and notes for the log, or raise a UserError; a collective."""
     candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
     found, refused = choose(candidates, world)
     if refused and found is None:
@@ -159,13 +149,10 @@ def find_checkpoint(
 
 
 def keep_global_batch(config: TrainConfig, found: Resumed | None, ranks: int) -> TrainConfig:
-    """Return the configuration with the accumulation steps for the checkpoint's global batch or `--global-batch`.
+    """Return the configuration for the checkpoint's global batch or `--global-batch`, or raise a UserError.
 
     With `--batch-size auto`, the micro-batch is the checkpoint's or, if that does not divide a rank's share of the
     global batch, a smaller one that does. Without a checkpoint, the micro-batch is chosen later.
-
-    Raises:
-        UserError: if ranks times batch size does not divide the global batch; the message suggests values that do.
     """
     if found is None:
         return config if config.batch_size == "auto" else divide_given(config, ranks)
@@ -194,19 +181,7 @@ def preparation_of(data: DatasetPair) -> dict[str, Any]:
 
 
 def keep_groups(config: TrainConfig, names: Iterable[str] | None, world: World) -> tuple[TrainConfig, int, list[str]]:
-    """Divide the ranks into independent groups, if the run uses them; a collective.
-
-    Args:
-        config: the configuration.
-        names: names of the parameters in the checkpoint; None for a fresh start.
-        world: all ranks.
-
-    Returns:
-        The configuration with the intended number of groups, the current number of groups, and notes for the log.
-
-    Raises:
-        UserError: on all ranks, if the ranks of a new run cannot be divided into the groups.
-    """
+    """Divide the ranks into independent groups, if the run uses them (see `Way.divide_ranks`); a collective."""
     divided = (way.divide_ranks(names, world) for way in ways_of(config, TORCH))
     settings, groups, notes = next((one for one in divided if one[0]), ({}, 1, []))
     return dataclasses.replace(config, **settings), groups, notes
@@ -215,8 +190,7 @@ def keep_groups(config: TrainConfig, names: Iterable[str] | None, world: World) 
 def own_threads(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:
     """Return the configuration with the number of threads per CPU rank, and notes for the log; a collective.
 
-    The number of threads affects the last bits of every kernel's result, so a run keeps its initial number on any
-    number of ranks and cores, unless the user changes it.
+    The number affects the last bits of every kernel's result, so a run keeps its first one unless the user changes it.
     """
     if world.device.type != "cpu":
         return config, []
@@ -243,18 +217,7 @@ def note_other_bytes(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
 def check_fit(
     found: Resumed, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int, data: DatasetPair | None = None
 ) -> None:
-    """Raise an error if a checkpoint's recipe, model, classes or data differ from the run's, or its position is wrong.
-
-    Args:
-        found: the checkpoint.
-        config: this run's configuration.
-        identity: this run's identity; see `Manifest.identity`.
-        steps_per_epoch: number of optimizer steps per epoch of this run.
-        data: this run's data, used to describe differences.
-
-    Raises:
-        UserError: for the first difference.
-    """
+    """Raise a UserError if a checkpoint's recipe, `Manifest.identity` or position does not fit the run."""
     progress = found.progress
     for name, field in FIELDS.items():
         if name in CHANGEABLE_ON_RESUME:

@@ -112,16 +112,11 @@ def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
 
 
 class KeptSteps(RunLogger):
-    """Records each step's loss and completion time, on every rank.
-
-    Attributes:
-        losses: loss of each step in nats; None or NaN for a step without a loss.
-        times: completion time of each step, in seconds.
-    """
+    """Records each step's loss and completion time, on every rank."""
 
     def __init__(self) -> None:
-        self.losses: list[float | None] = []
-        self.times: list[float] = []
+        self.losses: list[float | None] = []  # in nats; None or NaN for a step without a loss
+        self.times: list[float] = []  # in seconds
 
     def steps(self, point: StepPoint) -> None:
         self.losses.append(point.loss)
@@ -129,18 +124,10 @@ class KeptSteps(RunLogger):
 
 
 def train_shortly(run: Run, numbers: Sequence[int], *, only_head: bool = False) -> KeptSteps:
-    """Train for a few epochs of a shortened plan, and return the records of the steps; a collective.
+    """Train a run built by `trial` for a few epochs of its shortened plan, and return the records; a collective.
 
-    Training ends early after `MOST_BAD_STEPS` non-finite steps in a row.
-
-    Args:
-        run: the run built by `trial`, with a plan from `shortened`.
-        numbers: indices of the epochs to take images from; each contributes as many images as one epoch of the
-            shortened plan.
-        only_head: whether to train only the head.
-
-    Raises:
-        TrialStopped: after the current step, if the run received a stop signal.
+    Each epoch takes its images from an epoch of the run, whose index is in `numbers`. Training ends early after
+    `MOST_BAD_STEPS` non-finite steps in a row, or with a `TrialStopped` if the run received a stop signal.
     """
     state, signal, kept = run.state, 0, KeptSteps()
     run = run.changed(epochs=len(numbers), **dict.fromkeys(TOGETHER, 1))
@@ -170,10 +157,7 @@ TRIAL_FOLDER = "time-trial"
 
 
 def limit_epochs(run: Run) -> Run:
-    """Return the run with no more epochs than `--minutes` allows, and a note for the log; a collective.
-
-    A resumed run keeps its number of epochs; see `saved_and_given`.
-    """
+    """Limit the epochs by `--minutes`, with a note; a collective. A resumed run keeps them: see `saved_and_given`."""
     config, world = run.config, run.world
     if not config.minutes or config.solver == "lbfgs":  # lbfgs has no epochs
         return run.changed(minutes=0.0)

@@ -98,11 +98,7 @@ def divided(config: TrainConfig, batch_size: int, global_batch: int, ranks: int)
 
 
 def in_chunks(config: TrainConfig) -> TrainConfig:
-    """Return the configuration; if its task divides the batch into chunks, the chunks become its micro-batches.
-
-    Raises:
-        UserError: if the size of a chunk does not divide the number of images of a rank.
-    """
+    """Return the configuration with the chunks of its task, if any, as its micro-batches, or raise a UserError."""
     images = config.micro_batch * config.gradient_accumulation_steps
     for name, chunk in asked_task(config).chunks().items():
         if config.global_batch:  # which determines the number of chunks

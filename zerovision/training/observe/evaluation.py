@@ -97,13 +97,11 @@ def check_replaceable(
 
 
 def _of_one_label(details: SampleScores, num_classes: int, name_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return the parts of scores.json that exist only if each sample has one label.
+    """Return `confusion`, `worst` and `typical` of scores.json, which exist only if each sample has one label.
 
-    Returns:
-        `confusion`, the rows [true class, predicted class, number of samples] of every pair of classes that occurs,
-            sorted; `worst`, up to 24 samples by decreasing loss, misclassified samples first; `typical`, the correctly
-            classified sample with the smallest loss of each class that has one, for up to 24 classes. Each sample is a
-            dict with its index, name, label, prediction, confidence and loss.
+    `confusion` has a row [true class, predicted class, number of samples] for each pair that occurs, sorted; `worst`,
+    up to 24 samples by decreasing loss, misclassified ones first; `typical`, the correctly classified sample with the
+    smallest loss of each class that has one, for up to 24 classes.
     """
     cells, counts = torch.unique(details.labels * num_classes + details.predictions, return_counts=True)
     losses, is_right = details.losses.numpy(), details.is_right.numpy()
@@ -177,12 +175,7 @@ def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
 
 
 def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[str, str]:
-    """Return the data for comparing two evaluations image by image.
-
-    Returns:
-        `images`, a hash of the images' labels and of their paths relative to their common folder; `right`, a string
-            with one digit per image, in order: 1 if its class was predicted correctly, otherwise 0.
-    """
+    """Return a hash of the images' labels and paths, and a digit per image (1 if right), to compare evaluations."""
     names = [name_of(index) for index in details.indices.tolist()]
     # Cut the prefix after a folder; `commonpath` rejects a mix of relative and absolute paths.
     start = os.path.commonprefix(names).rfind(os.sep) + 1  # noqa: RUF071

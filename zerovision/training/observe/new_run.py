@@ -72,29 +72,17 @@ class Origin:
         )
 
     def was_before(self, other: Origin) -> bool:
-        """Return whether `other` is a later start of the same launch, or of the same Slurm job.
-
-        A launch or job restarts its ranks only after it has ended the earlier ranks or lost their machine.
-        """
+        """Return whether `other` is a later start of this launch or job, after the end or loss of its earlier ranks."""
         same_launch = self.launch != "" and self.launch == other.launch and self.restarts < other.restarts
         same_job = self.job != "" and self.job == other.job and self.requeues < other.requeues
         return same_launch or same_job
 
 
 def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[bytes]:
-    """Acquire the lock of a run; it is released when the returned file is closed or this process ends.
+    """Lock a run until the returned file is closed or this process ends; raise a UserError if another process keeps it.
 
-    A lock outlives its process if the machine was lost and the file server still waits for that machine. A later start
-    of the same launch or job then creates a new lock file.
-
-    Args:
-        path: path of the lock file, which remains when the lock is released.
-        origin: what started this process.
-        wait_s: seconds to wait for another process that holds the lock and may be about to end.
-
-    Raises:
-        UserError: if another process still holds the lock.
-        OSError: if the lock file cannot be created.
+    The other process gets `wait_s` to end. Its lock outlives it if the machine was lost and the file server still waits
+    for that machine; a later start of the same launch or job then creates a new lock file.
     """
     own = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     deadline = time.monotonic() + wait_s
@@ -283,11 +271,7 @@ def named_after_data(config: TrainConfig) -> TrainConfig:
 
 
 def _check_renames(folder: RunFolder) -> None:
-    """Try the renames that every save needs (a folder that contains a file, a file onto a file); leave nothing behind.
-
-    Raises:
-        UserError: if the file system, such as a mounted object store, does not support these renames.
-    """
+    """Try the renames of every save (a folder that contains a file, a file onto a file), or raise a UserError."""
     place = unfinished(folder.checkpoints / "renames", "tmp")
     try:
         (place / "new").mkdir(parents=True)
@@ -298,7 +282,7 @@ def _check_renames(folder: RunFolder) -> None:
     except OSError as error:
         if error.filename2 is None:  # not a failed rename, but a lack of space or permission
             raise
-        raise UserError(
+        raise UserError(  # e.g. on a mounted object store
             f"--log-dir {folder.log_dir}: files cannot be renamed there ({error.strerror}), which checkpoints need. "
             "Use a folder on a disk or a file server, and copy the run when it is done."
         ) from None

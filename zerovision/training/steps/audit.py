@@ -54,13 +54,7 @@ class _WrongLeafError(Exception):
 
 
 class _Watched(TimedEngine):
-    """An engine that calls `check` with hashes of the gradients of its first backward pass, before they are used.
-
-    Args:
-        engine: the engine to wrap.
-        hashes: whether to compute hashes; if not, `check` receives an empty dict.
-        check: function that receives the hashes by parameter name; it may raise an error.
-    """
+    """An engine that calls `check` with hashes of its first gradients (none unless `hashes`) before they are used."""
 
     def __init__(self, engine: TimedEngine, check: Callable[[Hashes], None], *, hashes: bool) -> None:
         super().__init__(engine.engine, engine.clock)
@@ -96,27 +90,16 @@ class _Again(TimedEngine):
 
 @dataclass(frozen=True)
 class Audited:
-    """A step function (see `zerovision.training.engines.engine.Step`) that is checked every few steps.
+    """A step function (see `zerovision.training.engines.engine.Step`) that is checked every few steps."""
 
-    Attributes:
-        step: the step function to check, which calls `backward` once for each micro-batch.
-        every: number of optimizer steps between checks.
-        world: the ranks, at least two.
-        leaves_per_rank: number of micro-batches that each rank processes in a step.
-        position: function that returns the number of steps that the run has completed.
-        loggers: the run's loggers.
-        most_findings: number of findings about one rank that ends the run.
-        findings: number of findings so far, by rank.
-    """
-
-    step: Step
-    every: int
-    world: World
-    leaves_per_rank: int
-    position: Callable[[], int]
+    step: Step  # calls `backward` once for each micro-batch
+    every: int  # optimizer steps
+    world: World  # at least two ranks
+    leaves_per_rank: int  # in a step
+    position: Callable[[], int]  # returns the number of completed steps of the run
     loggers: Loggers
     most_findings: int = MOST_FINDINGS
-    findings: Counter[int] = field(default_factory=Counter)
+    findings: Counter[int] = field(default_factory=Counter)  # by rank
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `zerovision.training.engines.engine.Step`.
@@ -181,11 +164,7 @@ class Audited:
     def _blame(self, first: list[Hashes], again: list[Hashes], owner: int, checker: int) -> None:
         """Log which rank was wrong, and end the run if that happened too often; a collective.
 
-        Args:
-            first: hashes of the two gradients that were compared, by rank; empty for all other ranks.
-            again: hashes of the gradients that every rank computed afterward, by rank.
-            owner: the rank that owns the leaf.
-            checker: the rank that checked the leaf.
+        `first` contains the compared hashes by rank, empty for the other ranks; `again`, those of every rank afterward.
         """
         step, ranks = self.position() + 1, range(self.world.size)
         right, votes = Counter(tuple(sorted(hashes.items())) for hashes in again).most_common(1)[0]

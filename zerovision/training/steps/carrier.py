@@ -39,25 +39,15 @@ LATER: Any = None  # placeholder for a part that `setup.build` adds
 
 @dataclass(frozen=True)
 class Resumed(FoundCheckpoint):
-    """The checkpoint that a run resumes from, with the values that the run takes from its manifest.
+    """The checkpoint that a run resumes from, with the values that the run takes from its manifest."""
 
-    Attributes:
-        progress: position and best epoch to continue with.
-        settings: configuration of the run that saved the checkpoint; only `batch_size` has been checked, if it is used.
-        identity: see `Manifest.identity`.
-        parameters: names of the parameters.
-        epochs: number of epochs of the run that saved the checkpoint; 0 if it is not known.
-        global_batch: number of images in a step.
-        preparation: values of `DataOptions` with which the run prepares images.
-    """
-
-    progress: Progress
-    settings: dict[str, Any]
-    identity: dict[str, Any]
-    parameters: Collection[str]
-    epochs: int
-    global_batch: int
-    preparation: dict[str, Any]
+    progress: Progress  # to continue with
+    settings: dict[str, Any]  # of the run that saved it; only `batch_size` has been checked, if it is used
+    identity: dict[str, Any]  # see `Manifest.identity`
+    parameters: Collection[str]  # names
+    epochs: int  # of the run that saved it; 0 if the number is not known
+    global_batch: int  # images in a step
+    preparation: dict[str, Any]  # values of `DataOptions` with which the run prepares images
 
 
 @dataclass(frozen=True)
@@ -98,25 +88,15 @@ class Readers:
 
 @dataclass(frozen=True)
 class RunModel:
-    """The model of a run.
+    """The model of a run."""
 
-    Attributes:
-        built: the model before sharding.
-        averages: averages of the weights.
-        freezer: freezes the layers that are not trained in an epoch.
-        adapters: adapters of the model, to be merged into its weights.
-        head_epochs: number of epochs in which only the head is trained.
-        frozen: file of the weights that are not trained; None if all weights are trained.
-        flops: counter of the model's operations; only on rank 0.
-    """
-
-    built: BuiltModel
+    built: BuiltModel  # before sharding
     freezer: BackboneFreezer = LATER
-    adapters: Adapters = LATER
+    adapters: Adapters = LATER  # to be merged into the weights
     averages: Averages = LATER
-    head_epochs: int = 0
-    frozen: FrozenWeights | None = None
-    flops: TrainingFlops | None = None
+    head_epochs: int = 0  # in which only the head is trained
+    frozen: FrozenWeights | None = None  # the file of the weights that are not trained; None if all are trained
+    flops: TrainingFlops | None = None  # only on rank 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,17 +25,11 @@ NAMES_IN_MESSAGE = 4
 
 
 class _Evidence(NamedTuple):
-    """Numbers that show which samples of a micro-batch are finite, kept instead of its images.
+    """Numbers that show which samples of a micro-batch are finite, kept instead of its images."""
 
-    Attributes:
-        indices: int64 [B] on the CPU.
-        image_sums: [B] on the device; the sum of an image is finite if all its values are.
-        losses: evidence of each sample (see `Seen`), [B] on the device.
-    """
-
-    indices: torch.Tensor
-    image_sums: torch.Tensor
-    losses: torch.Tensor
+    indices: torch.Tensor  # int64 [B], on the CPU
+    image_sums: torch.Tensor  # [B], on the device; the sum of an image is finite if all its values are
+    losses: torch.Tensor  # [B], on the device: `Seen.evidence`
 
 
 class _PendingStep(NamedTuple):
@@ -58,20 +52,13 @@ class NonFiniteGuard(Observer):
     """Undoes and counts the steps that the engine skipped, and ends the run after too many consecutive ones.
 
     If groups of ranks decide separately, each learns about the other groups' decisions in `settle`.
-
-    Args:
-        state: training state, with the engine and with the counts of skipped steps in its progress.
-        world: the ranks that read different images.
-        loggers: loggers that report skipped steps.
-        most_consecutive: number of consecutive skipped steps that ends the run; 0 for no limit.
-        name_of: function that maps a sample's index in the training set to its path.
     """
 
     def __init__(
         self, state: TrainState, world: World, loggers: Loggers, most_consecutive: int, name_of: Callable[[int], str]
     ) -> None:
-        self._state, self._world, self._loggers = state, world, loggers
-        self._most_consecutive, self._name_of = most_consecutive, name_of
+        self._state, self._world, self._loggers = state, world, loggers  # the ranks read different images
+        self._most_consecutive, self._name_of = most_consecutive, name_of  # 0 is no limit; `name_of` returns a path
         self._buffers = state.engine.buffers
         self._kept: list[torch.Tensor] = []
         self._evidence: list[_Evidence] = []

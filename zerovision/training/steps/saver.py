@@ -48,18 +48,12 @@ class _Save:
 
 
 class Saver(Observer):
-    """Saves the checkpoints of one run; every rank has a saver.
-
-    Args:
-        run: the run, without its observers.
-        identity: see `Manifest.identity`.
-        guard: guard whose pending outcomes are read before a save.
-    """
+    """Saves the checkpoints of one run; every rank has a saver."""
 
     span = "saving"
 
     def __init__(self, run: Run, identity: dict[str, Any], guard: NonFiniteGuard) -> None:
-        self._run, self._identity, self._guard = run, identity, guard
+        self._run, self._identity, self._guard = run, identity, guard  # `run` has no observers yet
         self._folder, self._config, self._state, self._world = run.folder.checkpoints, run.config, run.state, run.world
         self._loggers, self._heartbeat, self._frozen = run.loggers, run.start.heartbeat, run.model.frozen
         self._patience_s = SLOW_PHASE * run.config.hang_timeout
@@ -285,10 +279,7 @@ class Saver(Observer):
         return error
 
     def _agree(self, action: Callable[[], None], *, only_main: bool = False) -> str | None:
-        """Run `action`, and return on all ranks the first failing rank's error, or None.
-
-        This is a collective of `World.save_group`.
-        """
+        """Run `action`; return the first failing rank's error, or None, on all ranks; a collective of `save_group`."""
         error = None
         try:
             if self._world.is_main or not only_main:
@@ -304,16 +295,12 @@ class Backoff:
     """Exponential backoff after failed saves, on one rank's clock.
 
     The next attempt follows when saves have been failing for twice as long as at the last attempt.
-
-    Attributes:
-        retry_at: the time of the next attempt; infinity if none is due.
-        give_up_s: number of seconds of failing saves after which no attempt follows.
     """
 
     def __init__(self) -> None:
         self._since: float | None = None  # time of the first failure since the last success
-        self.retry_at = math.inf
-        self.give_up_s = GIVE_UP_SECONDS
+        self.retry_at = math.inf  # time of the next attempt, if one is due
+        self.give_up_s = GIVE_UP_SECONDS  # number of seconds of failing saves after which no attempt follows
 
     @property
     def is_failing(self) -> bool:

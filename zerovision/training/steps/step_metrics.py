@@ -39,12 +39,11 @@ class SlowRank(NamedTuple):
 
 
 def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the seconds that each rank spent on work, computed from the seconds of its spans.
+    """Return the seconds that each rank spent on work, which all ranks do in every step, from the seconds of its spans.
 
-    Work is what all ranks do in every step. It excludes waiting for other ranks, and logging, which only rank 0 does. A
-    rank may also wait where the clock sees no collective: in the backward pass or the optimizer, if gradients are
-    reduced from C++ (as in DDP) or on the engine's own stream. Time in these two spans that exceeds the fastest rank's
-    is therefore counted only to the extent that other ranks waited for this rank in measured collectives.
+    A rank may wait for others where the clock sees no collective: in the backward pass or the optimizer, if gradients
+    are reduced from C++ (as in DDP) or on the engine's own stream. Time in these two spans that exceeds the fastest
+    rank's is therefore counted only to the extent that other ranks waited for this rank in measured collectives.
     """
     exchanging = [rank["backward"] + rank["optimizer"] for rank in ranks]
     work = []
@@ -93,23 +92,13 @@ STEPS_BETWEEN_POINTS = 10  # or a multiple of 10, if --log-every-steps is auto
 
 
 def fewest_steps(ranks: Sequence[Mapping[str, float]], steps: int) -> int:
-    """Return the number of steps that take `SECONDS_BETWEEN_POINTS`, the shortest automatic logging interval.
-
-    Args:
-        ranks: for each rank, the seconds of its spans since the last point; this list is identical on all ranks.
-        steps: number of optimizer steps since the last point.
-    """
+    """Return how many steps take `SECONDS_BETWEEN_POINTS`, from all ranks' span seconds in the last `steps` steps."""
     slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
     return math.ceil(SECONDS_BETWEEN_POINTS * steps / max(slowest, 1e-9))
 
 
 class StepMetrics(Observer):
-    """Reads the sums and the clock at logging points, and logs their changes; the constructor is a collective.
-
-    Args:
-        run: the run, without its observers.
-        guard: guard whose pending outcomes are read before each logging point.
-    """
+    """Reads the sums and the clock at logging points, and logs their changes; the constructor is a collective."""
 
     span = "logging"
 

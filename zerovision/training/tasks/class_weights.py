@@ -14,11 +14,7 @@ HEAVIEST = 10**6
 
 
 def given_weights(value: str) -> dict[str, float]:
-    """Return the weights by class name from `--class-weights`; no weights for "none" and "balanced".
-
-    Raises:
-        UserError: for an invalid value, an unreadable file, or a weight that is not between 0 and a million.
-    """
+    """Return the weights by class name from `--class-weights`, {} for "none" and "balanced", or raise a UserError."""
     if value in ("none", "balanced"):
         return {}
     weights: dict[str, float] = {}

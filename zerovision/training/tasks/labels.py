@@ -93,10 +93,7 @@ class OneLabel:
         return SampleRecorder(self, keeps_probabilities=keeps_probabilities or self.sets is not None)
 
     def with_probabilities(self, scores: Scores, own: list[torch.Tensor], order: torch.Tensor, world: World) -> Scores:
-        """Return `scores` plus the scores that need all probabilities; for the other arguments, see `mean_areas`.
-
-        This is a collective.
-        """
+        """Return `scores` plus those that need all probabilities (`own`, `order`: see `mean_areas`); a collective."""
         assert scores.details is not None
         return replace(scores, areas=mean_areas(own, order, scores.details.labels.numpy().__eq__, world))
 
@@ -127,19 +124,10 @@ def build_loss(
     build: Callable[[TaskSettings, torch.Tensor | None], Loss] | None = None,
     around: Callable[[Loss], Loss] | None = None,
 ) -> Loss:
-    """Build the loss of a run, which depends only on the micro-batch; for an ensemble, it is the mean over the members.
+    """Build the loss of a run, which depends only on the micro-batch, or raise a UserError.
 
-    Args:
-        config: the run's configuration.
-        class_names: the name of each class.
-        counts: number of training samples of each class.
-        device: device of the logits.
-        build: function that builds the loss; None for the function that `LOSSES` contains for `config.loss`.
-        around: function that extends a loss of logits [B, C] to an ensemble's logits [B, C, members]; None to average
-            the loss over the members.
-
-    Raises:
-        UserError: for class weights that do not fit the data, or a target threshold above or below all targets.
+    `build` replaces the function in `LOSSES`. `around` extends a loss of logits [B, C] to an ensemble's logits
+    [B, C, members], over which the loss is otherwise averaged.
     """
     threshold, smoothing, classes = config.bce_target_threshold, config.label_smoothing, len(class_names)
     if threshold:
@@ -186,10 +174,7 @@ def cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
 
 
 def binary_cross_entropy(config: TaskSettings, weights: torch.Tensor | None) -> Loss:
-    """Build the binary cross-entropy averaged over the classes, like timm's `BinaryCrossEntropy`.
-
-    Source: Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
-    """
+    """Build a loss like timm's `BinaryCrossEntropy` (Wightman et al. 2021, arXiv:2110.00476, section 2.2)."""
     smoothing, threshold = config.label_smoothing, config.bce_target_threshold
 
     def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

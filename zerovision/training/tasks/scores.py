@@ -219,11 +219,8 @@ def mean_areas(
 ) -> Areas:
     """Return the areas of an evaluation, the same on any number of ranks; a collective.
 
-    Args:
-        own: this rank's batches of probabilities, float32 [B, C].
-        order: int64 [N], positions of the counted samples among the rows of all ranks.
-        has: function that returns which samples belong to a class, bool [N].
-        world: the ranks.
+    `own` contains this rank's batches of probabilities, float32 [B, C]; `order`, int64 [N], the positions of the
+    counted samples among the rows of all ranks. `has` returns which samples belong to a class, bool [N].
     """
     found, at_once = [], max(SORTED_AT_ONCE // max(len(order), 1), 1)
     for first in range(0, own[0].shape[1], at_once):  # a rank has memory for the probabilities of only some classes
@@ -248,10 +245,7 @@ def _areas_of(probabilities: np.ndarray, is_own: np.ndarray) -> tuple[float | No
 
 
 def hits_of(best: torch.Tensor, labels: torch.Tensor, sets: torch.Tensor | None) -> torch.Tensor:
-    """Return which of the top classes, int64 [B, k], are true for the sample, bool [B, k].
-
-    For `sets`, see `ScoreSums`.
-    """
+    """Return which of the top classes, int64 [B, k], are true for the sample, bool [B, k]; `sets` as in `ScoreSums`."""
     return best == labels[:, None] if sets is None else sets[labels].gather(1, best) > 0
 
 
@@ -285,12 +279,7 @@ def keeps_probabilities(score: str, samples: int, num_classes: int, batch_size: 
 
 
 def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) -> bool:
-    """Return whether a run's evaluations keep all probabilities.
-
-    Raises:
-        UserError: if there are too many probabilities to keep, or if the score is undefined or constant on the
-            validation images.
-    """
+    """Return whether a run's evaluations keep all probabilities, or raise a UserError if the score cannot be used."""
     has_both = any(0 < count < len(data.val) for count in data.val_counts)  # images with and without a class
     if not has_both and score != "loss" and (score in AREAS or data.sets is not None):
         raise UserError(

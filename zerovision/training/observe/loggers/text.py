@@ -58,13 +58,9 @@ class LineLogger(RunLogger):
 
 
 class ConsoleLogger(LineLogger):
-    """Prints messages, and progress as a bar on a terminal or as plain lines elsewhere.
+    """Prints messages, and progress as a bar on a terminal or as plain lines elsewhere."""
 
-    Args:
-        mode: 'auto', 'bar', 'lines', or 'off' to print only messages.
-    """
-
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str) -> None:  # 'auto', 'bar', 'lines', or 'off' for messages only
         self._console = open_console(is_forced=mode == "bar")
         self._use_bar = self._console.is_terminal and mode != "lines"
         self._is_quiet = mode == "off"
@@ -141,10 +137,7 @@ class EventLogger(RunLogger):
 
 
 class JsonLinesLogger(EventLogger):
-    """Writes metrics.jsonl: one JSON object per event, with its 'kind'.
-
-    After a resume, some steps appear twice; the later line of a step is the valid one.
-    """
+    """Writes metrics.jsonl, one event per line; if a step appears twice after a resume, the later line is valid."""
 
     def __init__(self, folder: RunFolder) -> None:
         if folder.metrics.exists():  # a killed run may have left a partial line, which the next line would continue

@@ -26,20 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradientCache:
-    """Trains on one loss over all embeddings of a step.
-
-    Every rank computes the whole loss, with the same bits on any number of ranks.
-
-    Attributes:
-        world: the ranks.
-        leaves: the step's leaves.
-        temperature: temperature of the loss; see `contrast`.
-        num_classes: number of classes.
-    """
+    """Trains on one loss over a step's embeddings; each rank computes it, with the same bits on any number of ranks."""
 
     world: World
     leaves: Leaves
-    temperature: float
+    temperature: float  # see `contrast`
     num_classes: int
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:

@@ -36,13 +36,9 @@ def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 class SeveralLabels(OneLabel):
-    """The task in which each image has any number of classes.
+    """The task in which each image has any number of classes; for its arguments, see `OneLabel`.
 
-    Args:
-        classes: number of classes, K.
-        thresholds: float64 [K], the lowest probability at which each class is predicted; None for the thresholds with
-            the best F1 in an evaluation.
-        sets: float32 [S, K], the set of classes that each label stands for; None if no images are evaluated.
+    Without `thresholds`, an evaluation uses those with the best F1; `sets` are needed only to evaluate images.
     """
 
     name = MULTILABEL
@@ -97,11 +93,10 @@ class SeveralLabels(OneLabel):
 
 
 def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-    """Return the threshold with the highest F1 of each class, float64 [K].
+    """Return the thresholds of the best F1, float64 [K], from targets, bool [N, K], and probabilities, float32 [N, K].
 
     A threshold is halfway between the lowest accepted probability and the next lower one. In a tie, the highest
-    threshold is returned; for a class without samples, the result is 0.5. The arguments are bool [N, K] and float32
-    [N, K].
+    threshold is returned; for a class without samples, the result is 0.5.
     """
     found = np.full(targets.shape[1], 0.5)
     for number, (own, values) in enumerate(zip(targets.T, probabilities.T.astype(np.float64), strict=True)):

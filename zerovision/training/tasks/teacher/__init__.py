@@ -80,11 +80,7 @@ class Distillation(Task):
 
 
 def read_distill(word: str) -> tuple[float, float]:
-    """Parse `--distill kl:T[:ALPHA]`, and return the temperature and the teacher's share of the loss.
-
-    Raises:
-        UserError: for any other value.
-    """
+    """Return the temperature and the teacher's share of the loss in `--distill kl:T[:ALPHA]`, or raise a UserError."""
     kind, *numbers = word.split(":")
     if kind == "kl" and 1 <= len(numbers) <= 2 and all(re.fullmatch(r"\d{1,3}(\.\d{1,6})?", one) for one in numbers):
         temperature, share = float(numbers[0]), float((*numbers, "1")[1])

@@ -50,23 +50,13 @@ MOST_KEPT_BYTES = 2 * 10**9  # of the teacher's outputs, on each rank
 class Teacher:
     """Maps a batch of the run, with images float32 [B, C, S, S], to the teacher's logits, float32 [B, classes].
 
-    The images are normalized for the student; this class converts them to the teacher's normalization. The teacher runs
-    in evaluation mode, without gradients, so its outputs depend only on the images, and not on the rank.
-
-    Args:
-        module: the teacher's network.
-        order: index of the teacher's output for each class of the data, int64 [classes], on the device of the images.
-        own: mean and standard deviation of the teacher's images per channel, float64 [2, C].
-        given: mean and standard deviation of the run's images per channel, float64 [2, C].
-        precision: precision of the teacher's arithmetic, the same as the run's.
-
-    Attributes:
-        digest: SHA-256 of the teacher's tensors.
-        kept: stored outputs for the training images, float32 [N, classes]; None if outputs are computed in each step.
-        note: text that says how the run's preprocessing differs from the teacher's; '' if it does not.
+    The images are normalized for the student; this class converts them to the teacher's normalization, from `given` to
+    `own`, each the mean and standard deviation per channel, float64 [2, C]. The teacher runs in evaluation mode,
+    without gradients, so its outputs depend only on the images, and not on the rank. `order`, int64 [classes] on the
+    device of the images, is the index of the teacher's output for each class of the data.
     """
 
-    note = ""
+    note = ""  # how the run's preprocessing differs from the teacher's
 
     def __init__(
         self, module: nn.Module, order: torch.Tensor, own: torch.Tensor, given: torch.Tensor, precision: str
@@ -76,7 +66,7 @@ class Teacher:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
         self.digest = digest.hexdigest()
-        self.kept: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None  # stored outputs for the training images, float32 [N, classes]
         module = module.eval().requires_grad_(False).to(order.device).to(memory_format=torch.channels_last)
         self._network, self._order = under_autocast(module, precision, order.device), order
         factors = torch.stack([given[1] / own[1], (given[0] - own[0]) / own[1]])[:, :, None, None]
@@ -89,11 +79,7 @@ class Teacher:
         return self.kept.index_select(0, to_device(batch.indices, self.kept.device))
 
     def keep_answers(self, train: Loader, world: World, forward: Forward, say: Callable[[str], None]) -> int:
-        """Compute and store the outputs for all training images, if the images are the same in every epoch.
-
-        See `Task.before_training`. The outputs are stored only if they do not depend on an image's place in the batch,
-        so that they have the same bits as outputs computed in each epoch.
-        """
+        """Store the outputs for all training images, if no epoch changes their bits; see `Task.before_training`."""
         begin, images = time.perf_counter(), len(train.dataset)
         if not train.dataset.is_constant or 4 * len(self._order) * images > MOST_KEPT_BYTES:
             return 0
@@ -123,11 +109,7 @@ class Teacher:
 
 
 def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: World) -> Teacher:
-    """Load the teacher that a configuration names; a collective.
-
-    Raises:
-        UserError: on all ranks, if the teacher is not found, does not fit the data, or differs between ranks.
-    """
+    """Load the teacher that a configuration names, the same on all ranks, or raise a UserError; a collective."""
 
     def load() -> Teacher:
         is_of_timm = config.teacher.startswith(TIMM_PREFIX)
@@ -161,10 +143,9 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
 def distilled(teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float, loss: Loss) -> Loss:
     """Build the divergence from a teacher's softened outputs, mixed with the loss of the labels.
 
-    The divergence is multiplied by the temperature squared, so that the size of the gradient does not depend on the
-    temperature (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher sees exactly the augmented and mixed
-    images that the student sees (Beyer et al. 2022, https://arxiv.org/abs/2106.05237), once for all members of an
-    ensemble.
+    The factor of the temperature squared makes the size of the gradient independent of it (Hinton et al. 2015,
+    https://arxiv.org/abs/1503.02531). The teacher sees exactly the augmented and mixed images that the student
+    sees (Beyer et al. 2022, https://arxiv.org/abs/2106.05237), once for all members of an ensemble.
     """
 
     def both(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
