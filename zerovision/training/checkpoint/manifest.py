@@ -85,11 +85,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest, without the shards.
-
-    Raises:
-        UnusableCheckpoint: if the manifest is missing, damaged or in a different format.
-    """
+    """Read and check a manifest, without the shards, or raise UnusableCheckpoint."""
     path = folder / MANIFEST_FILE
     try:
         if file_size(path) > LARGEST_MANIFEST:
@@ -112,12 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def file_size(path: Path) -> int:
-    """Return the size of a regular file in bytes; reading a named pipe would block forever.
-
-    Raises:
-        UnusableCheckpoint: if the path is not a regular file.
-        OSError: if the file is missing.
-    """
+    """Return a regular file's size in bytes, or raise UnusableCheckpoint: reading a named pipe would block forever."""
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
         raise UnusableCheckpoint(f"{path.name} is not a regular file")

@@ -97,8 +97,7 @@ class Snapshot:
 def _memory_for(sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return empty tensors for copies: views into a few blocks, which are pinned if the sources are on a GPU.
 
-    Pinning each tensor separately would take long enough to interrupt training, and PyTorch would round each size up to
-    a power of 2.
+    Pinning each tensor separately would interrupt training, and PyTorch would round each size up to a power of 2.
     """
     copies: dict[str, torch.Tensor] = {}
     for on_gpu in (True, False):
@@ -149,11 +148,7 @@ def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
 
 
 def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFacts:
-    """Write frozen weights, from any device, as a shard without moments, and wait until the file is on disk.
-
-    Raises:
-        OSError, SafetensorError: if writing fails.
-    """
+    """Write frozen weights, from any device, as a shard without moments, and wait until the file is on disk."""
     tensors = {
         box_key(WEIGHTS, name, [0] * parameter.ndim): parameter.detach().cpu().contiguous()
         for name, parameter in parameters.items()
@@ -168,11 +163,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> ShardFacts:
 
 
 def verify_shard(path: Path, facts: ShardFacts) -> None:
-    """Compare a file with its entry in the manifest.
-
-    Raises:
-        UnusableCheckpoint: if the file is missing, or has a different size or sha256.
-    """
+    """Compare a file with its entry in the manifest, and raise UnusableCheckpoint if it is missing or damaged."""
     try:
         size = file_size(path)
         if size != facts.bytes:
@@ -200,17 +191,7 @@ class _Box(NamedTuple):
 class CheckpointReader:
     """The training state in a verified checkpoint; a rank reads only what it needs.
 
-    Args:
-        folder: folder of the checkpoint.
-        manifest: manifest of the checkpoint.
-
-    Attributes:
-        shapes: shape of every parameter, by name.
-        moment_kinds: names of the optimizer's moments.
-        frozen: names of the parameters without moments.
-
-    Raises:
-        UnusableCheckpoint: if the files do not contain every element of every parameter exactly once.
+    If the files do not contain every element of every parameter exactly once, `UnusableCheckpoint` is raised.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -283,12 +264,7 @@ class CheckpointReader:
         return result
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
-        """Return a rank's share of the epoch's sums so far; if the number of ranks changed, rank 0 has the total.
-
-        Args:
-            rank: index of this rank among the ranks with their own images.
-            world_size: number of ranks with their own images.
-        """
+        """Return a data rank's share of the sums so far; if the number of data ranks changed, rank 0 has the total."""
         sums = [box.stored[0] for box in _in_order(self._boxes[EPOCH_SUMS][""])]
         if world_size == self._ranks:
             return sums[rank]

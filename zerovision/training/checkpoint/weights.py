@@ -72,10 +72,9 @@ def save_weights(
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return contiguous CPU tensors that do not share memory, because safetensors rejects shared memory.
+    """Return the tensors, with copies of those that share memory or are not contiguous, which safetensors rejects.
 
-    Only tensors that share memory, such as views into a flat buffer, or are not contiguous are copied, because memory
-    may not suffice for a copy of the whole network.
+    The others are not copied, because memory may not suffice for a copy of the whole network.
     """
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
 
@@ -142,11 +141,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
 
 
 def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn.Module:
-    """Build the network for a file's tensors, and check that it works with the file's image size.
-
-    Raises:
-        UserError: if description, tensors and image size contradict each other.
-    """
+    """Build a file's network, or raise a UserError if description, tensors and image size contradict each other."""
     description, image_size = metadata["description"], metadata["preprocessing"].image_size
     with open_weights(path) as reader:
         shapes = {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118 - no mapping
