@@ -36,20 +36,11 @@ FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The positions of parameters in a flat buffer, which is cut into one equal part per rank.
+    """The positions of parameters in a flat buffer, which is cut into one equal part per rank."""
 
-    Each parameter begins at the start of a block.
-
-    Attributes:
-        starts: parameter name -> index of the parameter's first element.
-        part: number of elements in a rank's part, a whole number of blocks.
-        owners: parameter name -> rank whose part contains the whole parameter; empty if parts may begin in the middle
-            of a parameter.
-    """
-
-    starts: dict[str, int]
-    part: int
-    owners: dict[str, int]
+    starts: dict[str, int]  # parameter name -> index of its first element, where a block begins
+    part: int  # number of elements in a rank's part, a whole number of blocks
+    owners: dict[str, int]  # parameter name -> rank whose part has all of it; empty if parts may begin inside one
 
 
 def count_blocks(parameter: torch.Tensor) -> int:
@@ -72,20 +63,9 @@ def deal(costs: Mapping[Any, float], ranks: int) -> list[list[Any]]:
 
 
 class Bucket:
-    """Parameters of one optimizer group in one flat buffer.
+    """The parameters of one optimizer group in one flat buffer [n].
 
-    Attributes:
-        parameters: parameters by name.
-        layout: the buffer's layout.
-        buffers: flat weights and gradients.
-        trained: the parameters that the optimizer updates: this rank's part [n / ranks], or its whole parameters.
-
-    Args:
-        parameters: parameters by name.
-        layout: the parameters' layout.
-        world: the ranks.
-        tree: summation tree of the step.
-        sum_of_part: zeros [n / ranks], the memory for the sum of this rank's part of the gradients.
+    `sum_of_part` is zeros [n / ranks], the memory for the sum of this rank's part of the gradients.
     """
 
     def __init__(
@@ -109,18 +89,15 @@ class Bucket:
         self.buffers.start_from_main()
         owned = {name: parameters[name] for name, owner in layout.owners.items() if owner == world.rank}
         self._owned = {name: nn.Parameter(parameter.data) for name, parameter in owned.items()}
+        # The optimizer updates these: whole parameters, or this rank's part [n / ranks].
         self.trained = [*self._owned.values()] if layout.owners else [nn.Parameter(self.buffers.part)]
 
     def add_leaf(self) -> None:
-        """Move the parameters' gradients into the sum over this rank's leaves.
-
-        Afterwards, the gradients are None, so that autograd assigns its own tensors. Otherwise, autograd would run one
-        kernel per parameter to add to existing gradients.
-        """
+        """Move the parameters' gradients into the sum over this rank's leaves."""
         parameters = self.parameters.values()
         self.buffers.sums.add(self._places, [parameter.grad for parameter in parameters])
         for parameter in parameters:
-            parameter.grad = None
+            parameter.grad = None  # otherwise, autograd would run one kernel per parameter to add to it
 
     def sum_gradients(self) -> None:
         """Set the gradients of the optimizer's parameters to the sum over all leaves; a collective."""
@@ -149,14 +126,10 @@ class Bucket:
 
 
 class BackwardOrder:
-    """Completes every bucket during backward, as soon as all its gradients are computed.
+    """Completes each bucket during backward, once all its gradients are computed, in the same order on all ranks.
 
-    All ranks complete buckets in the same order, the order of backward, so that gradients are summed over the ranks
-    while backward computes the gradients of earlier layers.
-
-    Args:
-        module: module whose parameters are in the buckets, defined roughly in the order of forward.
-        buckets: buckets of the module.
+    If the module defines its parameters roughly in the order of forward, gradients are summed over the ranks while
+    backward computes the gradients of earlier layers.
     """
 
     def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
@@ -234,14 +207,7 @@ class Shared:
 def share_out(
     module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, part: ModelPart
 ) -> list[Shared]:
-    """Group the optimizer's parameters by the bucket that they share, independently of ranks and stages.
-
-    Args:
-        module: module that owns the parameters.
-        optimizer: optimizer of the parameters.
-        device: this rank's device.
-        part: the module's part of the model; divided parameters share no bucket with undivided parameters.
-    """
+    """Group the optimizer's parameters by the bucket that they share, independently of ranks and stages."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     fewest = FEWEST_ELEMENTS_ON_GPU if device.type == "cuda" else FEWEST_ELEMENTS
     shared = []
@@ -262,14 +228,8 @@ def make_buckets(
 ) -> tuple[list[Bucket], torch.Tensor]:
     """Move the optimizer's parameters into buckets, and replace them with this rank's parts; a collective.
 
-    Args:
-        shared: the parameters of the whole model, grouped by bucket.
-        stages: names of the parameters in each of this rank's stages.
-        world: the ranks that share the stages.
-        tree: summation tree of the step.
-
-    Returns:
-        The buckets, and the gradients of their parts, concatenated in one tensor.
+    `stages` names the parameters in each of this rank's stages, and `world` contains the ranks that share these stages.
+    The result includes the gradients of the buckets' parts, concatenated in one tensor [n].
     """
     every = [(one, one.layout(names, world.size)) for one in shared for names in stages]
     own = [(one, layout) for one, layout in every if layout.starts]
@@ -285,10 +245,7 @@ def make_buckets(
 
 
 def _cut(parameters: Mapping[str, nn.Parameter], fewest: int) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield groups of consecutive parameters, each as small as possible with at least `fewest` elements.
-
-    The last group contains the remaining parameters.
-    """
+    """Yield groups of consecutive parameters, each but the last as small as possible with `fewest` elements or more."""
     members: dict[str, nn.Parameter] = {}
     elements = 0
     for name, parameter in parameters.items():

@@ -80,15 +80,9 @@ def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
 def compile_network(network: nn.Module, setup: EngineSetup) -> None:
     """Compile a network in place, and run its forward and backward on all-zero images; a collective.
 
-    If this fails, a note is added to the setup, and the network is left unchanged. CUDA graphs of compiled code are
-    recorded by `record`, not by the compiler, which would record a graph for every new shape.
-
-    Args:
-        network: network on the setup's device, with weights at their final addresses.
-        setup: setup of the engine; without an `image_shape`, the network is not run.
-
-    Raises:
-        AgreedError: on all ranks, if compilation fails and `setup.compile` is 'on'.
+    The weights must be at their final addresses. If this fails, all ranks raise AgreedError if `setup.compile` is 'on',
+    and otherwise train without compilation. CUDA graphs of compiled code are recorded by `record`, not by the compiler,
+    which would record a graph for every new shape.
     """
     network.compile()
     with _marked_folder(setup.data):
@@ -154,16 +148,11 @@ class _Recording(nn.Module):
 
 
 class Recorded:
-    """A network that replays its recording when it is called in the same way as during the recording.
+    """A network that replays its recording for float32 images [B, C, H, W] of the recorded shape in training.
 
     In evaluation, without gradients, and for images of a different shape, the original network runs instead. The
     network's parameters and buffers must stay at their addresses, and its results may depend only on images, weights,
-    buffers and the GPU's random numbers.
-
-    Args:
-        network: float32 images [B, C, H, W] -> logits.
-        setup: setup whose module is part of the network, and shows whether the network is in training mode.
-        images: sample input, whose memory is kept.
+    buffers and the GPU's random numbers. The memory of the sample `images` is kept.
     """
 
     def __init__(self, network: nn.Module, setup: EngineSetup, images: torch.Tensor) -> None:

@@ -32,22 +32,12 @@ LARGEST_SHARE = 0.5  # of the free shared memory, because data loader workers al
 class FlatBuffers(ABC):
     """The fp32 weights and gradients of one bucket on all ranks, cut into one equal part per rank.
 
-    Args:
-        weights: zeros [n]; n is a multiple of the number of ranks.
-        rows: zeros [n], one tensor for each sum that this rank sends in the tree.
-        out: memory [n / ranks] for the sum of this rank's part of the gradients.
-        world: the ranks.
-        tree: summation tree of the step.
-
-    Attributes:
-        are_shared: whether the ranks share one copy of the weights.
-        weights: [n]; the parameters are views of it.
-        gradients: [n], the running sum of `sums`.
-        sums: sums of the gradients over this rank's leaves.
-        part: this rank's part of the weights, [n / ranks].
+    The parameters are views of `weights`, zeros [n], where n is a multiple of the number of ranks. `rows` are zeros
+    [n], one tensor for each sum that this rank sends in the tree. The sum of this rank's part of the gradients is
+    stored in `out` [n / ranks].
     """
 
-    are_shared = False
+    are_shared = False  # whether the ranks share one copy of the weights
 
     def __init__(
         self, weights: torch.Tensor, rows: Sequence[torch.Tensor], out: torch.Tensor, world: World, tree: StepTree
@@ -55,15 +45,13 @@ class FlatBuffers(ABC):
         self.weights, self._rows, self._sum, self._world, self._tree = weights, rows, out, world, tree
         segment = tree.segments[world.rank]
         parked = [torch.zeros_like(weights) for _ in range(segment.most_parked + 1 - len(rows))]
+        # The sums of the gradients over this rank's leaves; `gradients` is the running sum.
         self.sums, self.gradients = LeafSums([*rows, *parked], segment.first, tree.leaves), rows[0]
         self._part = slice(world.rank * len(out), (world.rank + 1) * len(out))
-        self.part = weights[self._part]
+        self.part = weights[self._part]  # of this rank, [n / ranks]
 
     def start_sum(self) -> None:
-        """Start the sum that `sum_own_part` waits for, once the gradients of this rank's leaves are final.
-
-        This is a collective.
-        """
+        """Start the sum for `sum_own_part`, once the gradients of this rank's leaves are final; a collective."""
         return
 
     @abstractmethod
@@ -90,13 +78,7 @@ class SharedMemoryBuffers(FlatBuffers):
     """Buffers in memory that all ranks map: for CPU ranks on one machine, or a single rank on any device.
 
     The caller must wait for the other ranks before it sums or gathers buffers; a single wait covers all buffers.
-
-    Args:
-        weights: see `FlatBuffers`.
-        every_row: zeros [ranks, rows, n], the rows of all ranks.
-        out: see `FlatBuffers`; for a single rank, the memory of its row.
-        world: the ranks.
-        tree: summation tree of the step.
+    `every_row` is zeros [ranks, rows, n], the rows of all ranks; for a single rank, its row is also `out`.
     """
 
     are_shared = True
@@ -156,14 +138,7 @@ class CollectiveBuffers(FlatBuffers):
 
 
 def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor) -> FlatBuffers:
-    """Create buffers of the kind that suits the ranks for one bucket; a collective.
-
-    Args:
-        size: number of elements n, a multiple of the number of ranks.
-        world: the ranks.
-        tree: summation tree of the step.
-        out: zeros [n / ranks], the memory for the sum of this rank's part of the gradients.
-    """
+    """Create buffers [size] of the kind that suits the ranks, with zeros [size / ranks] as `out`; a collective."""
     if world.size == 1:
         return SharedMemoryBuffers(torch.zeros_like(out), out.view(1, 1, -1), out, world, tree)
     if world.device.type == "cpu" and world.local_size == world.size:
@@ -176,10 +151,7 @@ def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor) -> 
 
 
 def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
-    """Map zeroed float32 memory [numel] that all ranks share, or return None if there is not enough; a collective.
-
-    The file is unlinked before this function returns, so the memory is freed no matter how the ranks end.
-    """
+    """Map zeroed float32 memory [numel] that all ranks share, or return None if there is not enough; a collective."""
     path = SHARED_MEMORY / f"zerovision-{broadcast_object(secrets.token_hex(8), world)}"
     problem, memory = None, None
     try:
@@ -201,5 +173,5 @@ def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
     problem = error_on_any_rank(problem, world)
     if world.is_main:
         with contextlib.suppress(OSError):  # nothing to remove on a read-only file system
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # so that the memory is freed no matter how the ranks end
     return None if problem else memory

@@ -156,11 +156,7 @@ class Fsdp2:
                 part.parameter.grad = None
 
     def sum_gradients(self) -> torch.Tensor:
-        """Set the gradients of the optimizer's parameters to the sums over all leaves; a collective.
-
-        Returns:
-            The gradients' sum of squares, float64 []; NaN if ranks ran different blocks.
-        """
+        """Sum the optimizer's gradients over all leaves, and return their sum of squares, float64 []; a collective."""
         for part in self._parts.values():
             part.take_weights()
         norms = [part.take_gradient() for part in self._parts.values()]
@@ -169,7 +165,7 @@ class Fsdp2:
         # With more ranks than rows, some ranks have no rows.
         squares, blocks_run = torch.cat(norms).double().square() if norms else torch.zeros(0).double(), self._blocks_run
         self._blocks_run = 0
-        # If ranks ran different blocks, they have gathered and added tensors that do not belong together.
+        # NaN if ranks ran different blocks: they have gathered and added tensors that do not belong together.
         return self._sum_of_squares(squares, mark=blocks_run)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -208,12 +204,7 @@ class Fsdp2:
 
 
 class _Part:
-    """This rank's rows of a parameter, and the vector of these rows that the optimizer updates.
-
-    Attributes:
-        parameter: the module's parameter.
-        trained: the vector [n], padded on a CPU to a whole number of SIMD vectors.
-    """
+    """This rank's rows of a parameter, and the vector of these rows that the optimizer updates."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -221,7 +212,7 @@ class _Part:
         self._elements = local.numel()
         padding = -self._elements % VECTOR_ELEMENTS if local.device.type == "cpu" else 0
         flat = nn.functional.pad(local.view(-1), (0, padding)) if padding else local.view(-1)
-        self.trained = nn.Parameter(flat)
+        self.trained = nn.Parameter(flat)  # [n], padded on a CPU to a whole number of SIMD vectors
         self._gradient = torch.zeros_like(flat) if padding else None
         row = local[0].numel()
         self._piece = row // pieces_per_row(row)  # number of elements
@@ -277,8 +268,7 @@ class _OwnSums:
 def _gather_as_computed(module: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return a policy that gathers weights in `dtype` if autocast would cast them, and otherwise in fp32.
 
-    The results are bit-identical to those of autocast. Half as many bytes are sent, and, unlike with autocast, no whole
-    copies are kept until backward.
+    The results are bit-identical to autocast's, with half the bytes sent and no whole copies kept until backward.
     """
     layers = (layer for layer in module.modules() if type(layer) in CAST_LAYERS)
     cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}

@@ -90,15 +90,7 @@ OWNED_BY_COMMAND_LINE = {
 
 
 def check_deepspeed_json(content: Any, path: Path) -> None:
-    """Check every key and value in a DeepSpeed JSON file that a user may have edited.
-
-    Args:
-        content: the parsed file.
-        path: path of the file, for messages.
-
-    Raises:
-        UserError: listing every key that is unknown, is not allowed, or has a wrong value.
-    """
+    """Raise a UserError that lists every key of a parsed file that is unknown, not allowed, or has a wrong value."""
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: expected a JSON object, as in deepspeed_configs/.")
     if mistakes := list(_mistakes(content, SCHEMA, prefix="")):
@@ -143,16 +135,7 @@ _MORE_THAN_ADVICE = {"zero_hpz_partition_size", "zero_quantized_weights", "zero_
 
 
 def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
-    """Read and check the DeepSpeed JSON file of a strategy.
-
-    Args:
-        strategy: a key of `STRATEGIES`.
-        override: path of a file to read instead of the strategy's own, or ''.
-
-    Raises:
-        UserError: naming the file and the key, if the file is missing or malformed, if a key is unknown, has the wrong
-            type, is `auto` or is set by a flag, or if the ZeRO stage differs from the strategy's.
-    """
+    """Read and check a strategy's JSON file, or the file `override`; a UserError names the file and the key."""
     path = Path(override) if override else REPO_ROOT / f"deepspeed_configs/ds_config_{strategy}.json"
     try:
         content = json.loads(read_small_text(path), object_pairs_hook=_no_doubles)

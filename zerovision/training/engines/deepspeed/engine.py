@@ -169,10 +169,9 @@ class DeepSpeedEngine(Engine):
 
 
 def _forget_destroyed_group() -> None:
-    """Make DeepSpeed renew its copy of the process group if the copy was destroyed.
+    """Make DeepSpeed renew its copy of the process group if an earlier run in this process destroyed the copy.
 
-    DeepSpeed keeps its first copy for the lifetime of the process (`groups._clone_world_group`), even if an earlier run
-    in this process destroyed the copy.
+    Otherwise, DeepSpeed keeps its first copy for the lifetime of the process (`groups._clone_world_group`).
     """
     from deepspeed.utils import groups
 
