@@ -36,17 +36,12 @@ def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class ModelBuffers:
-    """All buffers of a model (such as BatchNorm's statistics), in one or several versions.
+    """All buffers of a model, such as BatchNorm's statistics, with a version for each leaf that this rank computes.
 
     The module computes with the selected version. Its buffers become views of one flat tensor per dtype: copying
     mobilenet's 138 buffers one by one takes as long as an optimizer step. The buffers keep their names, and modules
-    still update them in place. Each version may also have a running average.
-
-    Args:
-        module: the model.
-        leaves: the step's leaves. Each leaf has a version on the rank that computes it, and all versions are equal at
-            first; with one leaf per rank, each rank has one version.
-        device: device for the buffers, which may differ from the parameters' device; None for the CPU.
+    still update them in place. All versions are equal at first, and each may also have a running average. The buffers'
+    `device` may differ from the parameters' device; None is the CPU.
     """
 
     ALIGNMENT = 32  # in elements, as for separate tensors

@@ -38,18 +38,15 @@ TakeBox = Callable[[str, tuple[slice, ...]], torch.Tensor]
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """One rank's part of one parameter: live tensors, not copies.
+    """One rank's part of one parameter: live fp32 tensors with the part's sizes and any strides, not copies.
 
-    Attributes:
-        name: name of the parameter.
-        offsets: the first index of the part in each dimension of the parameter.
-        tensors: kind -> fp32 tensor with the part's sizes and any strides. The kinds are 'weights', and the names of
-            the optimizer's moments and of averages of the weights. A frozen parameter has only 'weights'.
+    The kinds of tensors are 'weights', and the names of the optimizer's moments and of averages of the weights. A
+    frozen parameter has only 'weights'.
     """
 
     name: str
-    offsets: tuple[int, ...]
-    tensors: dict[str, torch.Tensor]
+    offsets: tuple[int, ...]  # the first index of the part in each dimension of the parameter
+    tensors: dict[str, torch.Tensor]  # by kind
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -59,16 +56,10 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """This rank's part of a model: the whole model, unless a subclass divides the model.
+    """This rank's part of a model: the whole model, unless a subclass divides the model."""
 
-    Attributes:
-        stages: names of this rank's parameters, grouped by the backward pass that computes their gradients; None for
-            all parameters in one group.
-        holders: the ranks that together have all parameters; None if each rank has all parameters.
-    """
-
-    stages: Sequence[Collection[str]] | None = None
-    holders: World | None = None
+    stages: Sequence[Collection[str]] | None = None  # parameter names, by backward pass; None for a single pass
+    holders: World | None = None  # the ranks that together have all parameters; None if each rank has them all
 
     def is_divided(self, name: str) -> bool:
         """Return whether this rank has only a part of a parameter."""
@@ -132,15 +123,9 @@ def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 def flat_shards(
     name: str, shape: Sequence[int], low: int, high: int, flats: Mapping[str, torch.Tensor], start: int
 ) -> Iterator[ParameterShard]:
-    """Yield elements `low` to `high` of a flattened parameter as shards.
+    """Yield elements `low` to `high` - 1 of a flattened parameter as shards.
 
-    Args:
-        name: name of the parameter.
-        shape: shape of the whole parameter.
-        low: index of the first element.
-        high: index after the last element.
-        flats: kind -> flat tensor [n].
-        start: index of element `low` in the flat tensors.
+    `shape` is the shape of the whole parameter. Element `low` has index `start` in the flat tensors [n] of all kinds.
     """
     for offsets, sizes in boxes(shape, low, high):
         length = math.prod(sizes)

@@ -62,12 +62,7 @@ def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
 
 
 class IslandEngine(TorchEngine):
-    """The engine of this rank's island; all islands begin with the same weights.
-
-    Attributes:
-        peers: the ranks with the same part of the training state, one per island in order.
-        everyone: all ranks.
-    """
+    """The engine of this rank's island; all islands begin with the same weights."""
 
     def __init__(self, setup: EngineSetup) -> None:
         """Divide the ranks into islands of neighboring ranks, and distribute the model over each island.
@@ -77,6 +72,7 @@ class IslandEngine(TorchEngine):
         copy_from_main([*setup.module.parameters()], setup.world)
         numbers = torch.arange(setup.world.size).view(setup.groups, -1)
         super().__init__(dataclasses.replace(setup, world=along(1, numbers, setup.world)))
+        # The peers have the same part of the training state, one per island in order.
         self.peers, self.everyone = along(0, numbers, setup.world), setup.world
         self.group = "island" if setup.groups > 1 else ""
         if self.loss_scale is not None:
@@ -123,8 +119,7 @@ def number_of_islands(names: Iterable[str]) -> int:
 def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
     """Return a shard under its name in a checkpoint, without the outer state, which island 0 saves.
 
-    In the checkpoint's format, a shard without any moments belongs to a frozen parameter, so a shard that has no other
-    moments keeps the outer state.
+    A shard without other moments keeps the outer state, because one without any moments belongs to a frozen parameter.
     """
     inner = {kind: tensor for kind, tensor in shard.tensors.items() if kind not in (OUTER_WEIGHTS, OUTER_MOMENTUM)}
     has_moments = inner.keys() != {WEIGHTS}
@@ -150,19 +145,13 @@ def _of_own_island(tensors: Mapping[str, TakeBox], kind: str, prefix: str, froze
 
 
 class OuterSteps(Averages):
-    """Takes an outer step every `local_steps` steps, and after the last step of the run.
-
-    Args:
-        engine: engine of this rank's island, before its state is restored.
-        config: settings with `local_steps`, and the learning rate, momentum and precision of outer steps.
-        total_steps: number of steps in the run.
-        loggers: the run's loggers.
-    """
+    """Takes an outer step every `local_steps` steps, and after the last step of the run."""
 
     def __init__(self, engine: IslandEngine, config: Any, total_steps: int, loggers: Loggers) -> None:
         self._engine, self._config = engine, config
         self._total_steps, self._loggers = total_steps, loggers
         self._is_rounded = config.outer_precision == "bf16"
+        # The engine's state must be restored after this, so that the outer state is restored with it.
         zeros = [OUTER_MOMENTUM, *[OUTER_RESIDUAL] * self._is_rounded]
         for group in engine.optimizer.param_groups:
             group[AVERAGES] = (OUTER_WEIGHTS, *zeros)
@@ -197,12 +186,7 @@ class OuterSteps(Averages):
 
     @torch.no_grad()
     def _take_outer_step(self, step: int, local_steps: int) -> None:
-        """Make all islands continue from new outer weights and averaged BatchNorm statistics; a collective.
-
-        Args:
-            step: number of the step in the run.
-            local_steps: number of steps since the last outer step.
-        """
+        """Make all islands continue from new outer weights and averaged BatchNorm statistics; a collective."""
         start, peers, states = time.perf_counter(), self._engine.peers, self._engine.optimizer.state
         sent = []
         for weights, state in states.items():

@@ -54,12 +54,7 @@ def _choose_cuts(
 
 
 class PipelineEngine(TorchEngine):
-    """A model that has one stage on this rank, or two stages in an interleaved schedule.
-
-    Attributes:
-        pipeline: the ranks among which the stages are divided.
-        count: number of stages.
-    """
+    """A model that has one stage on this rank, or two stages in an interleaved schedule."""
 
     def __init__(self, setup: EngineSetup, config: Any) -> None:
         """Cut the model, release other ranks' layers, and distribute the stages; a collective.
@@ -68,7 +63,7 @@ class PipelineEngine(TorchEngine):
             UserError: on all ranks, if the model cannot be cut as requested.
         """
         pipeline, module = setup.world.dimension("pipeline_parallel"), setup.module
-        count = pipeline.size * stages_per_rank(config.pipeline_schedule)
+        count = pipeline.size * stages_per_rank(config.pipeline_schedule)  # of stages
         own = range(pipeline.rank, count, pipeline.size)
         network, staged = under_autocast(module, setup.precision, setup.world.device), StagedNetwork(module)
         images = images_to_try(setup)
@@ -145,12 +140,9 @@ class PipelineEngine(TorchEngine):
             yield batch, self._received_logits(logits, work)
 
     def _start_forwards(self, batches: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Any]]:
-        """Run this rank's stages on batches of images in evaluation.
+        """Run this rank's stages in evaluation; return each batch's logits, and the pending work that receives them.
 
-        Each stage processes all batches before this rank's next stage begins.
-
-        Returns:
-            For each batch, the logits and the pending work that receives them; the work is None on the last rank.
+        Each stage processes all batches before this rank's next stage begins. The work is None on the last rank.
         """
         assert not self.module.training
         pipeline, started = self.pipeline, list[tuple[torch.Tensor, Any]]()
@@ -223,11 +215,7 @@ class PipelineEngine(TorchEngine):
         return (losses * batch.weights).sum() * self._given.loss_scale * self._factor
 
     def run_stage(self, stage: int, inputs: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Run a stage in training.
-
-        The first stage takes the number of a micro-batch, and later stages take a received row. The last stage returns
-        logits, and all other stages return the row to send.
-        """
+        """Run a stage in training on a micro-batch's number or a received row; return the row to send or the logits."""
         if stage:
             features = self._staged.traced(shape).features[self._staged.cuts[stage - 1]]
             result = self._staged.run(stage, self._boundaries[stage - 1].receive(inputs, features.shape), shape)
@@ -299,10 +287,7 @@ def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collectio
 
 
 def train_in_stages(loss: Loss, engine: TimedEngine, given: StepInput) -> StepResult:
-    """Train a step in which the last stage computes the loss of each micro-batch, and sends the losses to all ranks.
-
-    With a fixed loss, this is a `zerovision.training.engines.engine.Step`.
-    """
+    """Train a step whose losses the last stage computes and sends to all ranks; with a fixed loss, this is a `Step`."""
     assert isinstance(engine.engine, PipelineEngine)
     return engine.engine.train(loss, given, engine.clock)
 

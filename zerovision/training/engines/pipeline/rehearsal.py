@@ -27,15 +27,10 @@ from zerovision.training.world.world import World
 
 
 class TensorLayout(NamedTuple):
-    """The memory layout of a tensor.
+    """The memory layout of a tensor."""
 
-    Attributes:
-        order: the tensor's dimensions, from the outermost to the innermost.
-        repeated: dimensions along which a single value is repeated, as in the gradient of a mean.
-    """
-
-    order: tuple[int, ...]
-    repeated: tuple[int, ...] = ()
+    order: tuple[int, ...]  # the tensor's dimensions, from the outermost to the innermost
+    repeated: tuple[int, ...] = ()  # dimensions along which one value is repeated, as in the gradient of a mean
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor's elements as a contiguous vector [n]."""
@@ -60,19 +55,12 @@ def layout_of(tensor: torch.Tensor) -> TensorLayout:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The tensors that cross a cut.
+    """The tensors that cross a cut."""
 
-    Attributes:
-        dtype: dtype of features and their gradients.
-        features: layout of the features in training.
-        gradients: layout of the features' gradients.
-        evaluated: layout of the features in evaluation.
-    """
-
-    dtype: torch.dtype
-    features: TensorLayout
-    gradients: TensorLayout
-    evaluated: TensorLayout
+    dtype: torch.dtype  # of features and their gradients
+    features: TensorLayout  # of features in training
+    gradients: TensorLayout  # of the gradients of features
+    evaluated: TensorLayout  # of features in evaluation
 
     def send(self, features: torch.Tensor) -> torch.Tensor:
         """Return features as a contiguous vector [n]; backward restores the layout of their gradient."""
@@ -151,16 +139,10 @@ def _runs(world: World) -> bool:
 def measure_pieces(
     network: nn.Module, module: nn.Module, places: Sequence[str], images: torch.Tensor, world: World
 ) -> list[float]:
-    """Return how many seconds a forward pass takes between places, as measured on rank 0; a collective.
+    """Return how many seconds each piece of a forward pass of images [B, C, H, W] takes; a collective.
 
-    Each time is the minimum over a few runs. Backward is not measured; it takes about twice as long.
-
-    Args:
-        network: network that runs the module.
-        module: module that contains the places.
-        places: names of modules, in the order in which they are entered.
-        images: images [B, C, H, W] on this rank's device.
-        world: the ranks.
+    The pieces are before, between and after `places`, which are in the order in which they are entered. Rank 0 measures
+    each time as the minimum over a few runs. Backward is not measured; it takes about twice as long.
     """
     seconds: list[float] = []
     if _runs(world):
@@ -179,7 +161,7 @@ def measure_pieces(
 def boundaries_at(
     network: nn.Module, module: nn.Module, cuts: Sequence[str], images: torch.Tensor, world: World
 ) -> list[Boundary]:
-    """Return the boundary at each cut, as measured on rank 0; a collective. See `measure_pieces` for the arguments."""
+    """Return the boundary at each cut, as measured on rank 0 with images [B, C, H, W]; a collective."""
     rows: list[Any] = []
     if _runs(world):
         with undone(module, images.device):

@@ -222,10 +222,7 @@ def places_for(traced: Trace, stages: int, ranks: int) -> list[str]:
 def balanced_cuts(places: Sequence[str], costs: Sequence[float], stages: int) -> list[str]:
     """Return the cuts that minimize the cost of the most expensive stage, by dynamic programming.
 
-    Args:
-        places: places where the network can be cut.
-        costs: costs of the pieces: before the first place, between the first two, ..., after the last.
-        stages: number of stages, at most one more than the number of places.
+    `costs` are those of the pieces before, between and after the places; there are at most as many stages as pieces.
     """
     sums = [0.0, *accumulate(costs)]
     pieces = len(costs)
@@ -264,20 +261,12 @@ class _Reached(BaseException):
 
 
 class StagedNetwork:
-    """Runs this rank's stages of a network, one at a time.
-
-    Args:
-        module: the whole network.
-
-    Attributes:
-        traced: function that returns the trace of the network for images of a shape, [B, C, H, W].
-        cuts: names of the modules at which all stages but the first begin.
-    """
+    """Runs this rank's stages of a network, one at a time."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.traced = cache(partial(trace, without_data(module)))
-        self.cuts: list[str] = []
+        self.traced = cache(partial(trace, without_data(module)))  # images' shape [B, C, H, W] -> trace
+        self.cuts: list[str] = []  # names of the modules at which all stages but the first begin
         self._network: nn.Module = module
         self._start, self._begin, self._end = 0, "", ""  # of the current stage
         self._calls: dict[str, Call] = {}
