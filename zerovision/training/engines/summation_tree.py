@@ -31,17 +31,11 @@ class TreeNode(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A rank's leaves, and the rank's sums over them.
-
-    Attributes:
-        first: number of the rank's first leaf.
-        nodes: the remaining sums, in the order of the leaves: the parked sums, and then the running sum.
-        most_parked: largest number of parked sums at any time.
-    """
+    """A rank's leaves, and the rank's sums over them."""
 
     first: int
-    nodes: list[TreeNode]
-    most_parked: int
+    nodes: list[TreeNode]  # of the remaining sums, in the order of the leaves: the parked sums, then the running sum
+    most_parked: int  # largest number of parked sums at any time
 
 
 class StepTree:
@@ -67,11 +61,9 @@ class StepTree:
         self.rows_sent = max(len(segment.nodes) for segment in self.segments)
 
     def add_ranks(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Add up the sums that the ranks still hold; return the total [n].
+        """Add the ranks' `LeafSums` rows, [ranks, rows, n], which are overwritten; return the total in `out` [n].
 
-        Args:
-            rows: [ranks, rows, n], the rows of the ranks' `LeafSums`; overwritten.
-            out: separate memory [n] for the total; for a single rank, the rank's row, which is already the total.
+        `out` is separate memory; for a single rank, it is the rank's row, which is already the total.
         """
         if len(rows) > 1:
             sums = [
@@ -86,10 +78,7 @@ class StepTree:
 class LeafSums:
     """A rank's memory for sums over its leaves: the running sum, to which leaves are added, and a stack of parked sums.
 
-    Args:
-        rows: memory [n] for each sum; the running sum is in the first row, and parked sums follow in order.
-        first: number of the rank's first leaf.
-        leaves: number of leaves of the tree.
+    The running sum is in the first of the rows [n], and parked sums follow in order; `first` is the rank's first leaf.
     """
 
     def __init__(self, rows: list[torch.Tensor], first: int, leaves: int) -> None:
@@ -136,13 +125,7 @@ def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
 
 
 def add_leaf(nodes: list[TreeNode], leaf: int, leaves: int) -> int:
-    """Append a leaf to a rank's nodes, join the last two while they are halves of a node, and return how many joins.
-
-    Args:
-        nodes: the nodes of the rank's sums over its earlier leaves.
-        leaf: number of the leaf.
-        leaves: number of leaves of the tree.
-    """
+    """Append a leaf to a rank's nodes, join the last two while they are halves of a node, and return how many joins."""
     nodes.append(TreeNode(leaf, leaf + 1))
     joins = 0
     while len(nodes) > 1 and (both := join(nodes[-2], nodes[-1], leaves)):
@@ -163,15 +146,9 @@ def plan_segment(first: int, end: int, leaves: int) -> Segment:
 def add_nodes(
     sums: Iterable[tuple[TreeNode, torch.Tensor]], leaves: int, out: torch.Tensor
 ) -> list[tuple[TreeNode, torch.Tensor]]:
-    """Add the sums of neighboring nodes as far up the tree as possible; the sums [n] are overwritten.
+    """Add sums [n] of nodes, in the order of their leaves, as far up the tree as possible; return the remaining sums.
 
-    Args:
-        sums: sums of nodes, in the order of their leaves.
-        leaves: number of leaves of the tree.
-        out: separate memory [n] for the root, the sum of at least two nodes.
-
-    Returns:
-        The remaining sums; only the root if the nodes cover all leaves.
+    The given sums are overwritten. The root, if it joins at least two nodes, is stored in separate memory, `out` [n].
     """
     stack: list[tuple[TreeNode, torch.Tensor]] = []
     for node, total in sums:
@@ -190,9 +167,8 @@ BLOCK = 1024  # elements
 def squares_of_rows(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each row of float32 [rows, up to `BLOCK`], as float64 [rows].
 
-    Only a few values at a time are added in float32, because a single long sum loses digits on a CPU: the norm of 5
-    million values was off by 1e-4, and the norm of 138 million values by 1e-2. Using float64 for all values takes 100
-    times as long.
+    Only a few values are added in float32, because a long sum loses digits on a CPU: the norm of 138 million values was
+    off by 1e-2. Using float64 for all values takes 100 times as long.
     """
     return torch.linalg.vector_norm(values, dim=1).double().square()
 
@@ -205,10 +181,8 @@ def pieces_per_row(row_elements: int) -> int:
 class SumOfSquares:
     """Adds the sums of squares of all pieces, in a fixed order.
 
-    Args:
-        places: int64 [pieces], each piece's index among this rank's pieces; -1 for other ranks' pieces.
-        world: the ranks that share this rank's part of the model.
-        holders: see `ModelPart.holders`.
+    `places`, int64 [pieces], is each piece's index among this rank's pieces, or -1 for other ranks' pieces. The ranks
+    of `world` share this rank's part of the model.
     """
 
     def __init__(self, places: torch.Tensor, world: World, holders: World | None = None) -> None:

@@ -25,11 +25,7 @@ from zerovision.training.world.world import World, along
 
 
 class MachineLevels:
-    """The ranks on this machine, and the ranks at the same position on other machines.
-
-    Args:
-        world: all ranks, with the same number on each machine.
-    """
+    """This machine's ranks, and the ranks at the same position on other machines; each has the same number of ranks."""
 
     def __init__(self, world: World) -> None:
         """Form the groups; a collective."""
@@ -77,15 +73,7 @@ class MachineLevels:
 
 
 def machine_levels(world: World, leaves: Leaves, notes: list[str]) -> MachineLevels | None:
-    """Return the levels for several machines; None for one machine, or if the machines do not fit the tree.
-
-    This is a collective.
-
-    Args:
-        world: the ranks.
-        leaves: the step's leaves.
-        notes: notes for the log; a note is added if the machines do not fit the tree.
-    """
+    """Return the levels for several machines that fit the tree and have several ranks each, or None; a collective."""
     if world.size == world.local_size or world.group is not None:
         return None
     sizes = {*gather_objects(world.local_size, world)}
@@ -104,18 +92,9 @@ def machine_levels(world: World, leaves: Leaves, notes: list[str]) -> MachineLev
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Adds the gradients of one FSDP2 module along the step's tree; each rank adds its own part.
 
-    After every micro-step, a rank has its part of the neighboring leaves that the ranks of its replica computed. The
-    rank adds these leaves up to one node of the tree if the number of ranks is a power of two, and otherwise to a few
-    nodes. A rank keeps at most log2(A) + 1 nodes for A micro-steps.
-
-    Attributes:
-        leaf: index of the micro-step whose gradients come next.
-
-    Args:
-        leaves: the step's leaves, assigned in turn to the ranks of a replica.
-        mesh: device mesh of the shards, or of replicas and shards.
-        world: the ranks; the ranks of a replica are neighbors.
-        levels: the levels for several machines; None if each rank sends gradients to every other rank.
+    After every micro-step, a rank has its part of the neighboring leaves that its replica's ranks, which are neighbors,
+    computed. The rank adds these leaves up to one node of the tree if the number of ranks is a power of two, and
+    otherwise to a few nodes. A rank keeps at most log2(A) + 1 nodes for A micro-steps.
     """
 
     def __init__(self, leaves: Leaves, mesh: DeviceMesh, world: World, levels: MachineLevels | None) -> None:
@@ -123,7 +102,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
         self._first_rank, self._replicas = world.rank // leaves.in_turn * leaves.in_turn, world.size // leaves.in_turn
         self._among_replicas = mesh.get_group("replicas") if self._replicas > 1 else None
         self._sums: list[tuple[TreeNode, torch.Tensor]] = []
-        self.leaf = 0
+        self.leaf = 0  # index of the micro-step whose gradients come next
 
     def __call__(
         self,
@@ -171,8 +150,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     def _add_replicas(self, out: torch.Tensor) -> None:
         """Add the sums of all replicas, each over the replica's own leaves, into `out` [n]; a collective.
 
-        Each replica adds one piece of `out`, so a rank sends at most twice the size of `out` for any number of
-        replicas.
+        Each replica adds one piece of `out`, so a rank sends at most twice its size, for any number of replicas.
         """
         length = self._total // self._replicas
         nodes = [plan_segment(first, first + length, self._total).nodes for first in range(0, self._total, length)]

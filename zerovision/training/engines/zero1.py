@@ -37,12 +37,9 @@ class Zero1:
     """A model in flat buffers, with gradients and optimizer state cut into one part per rank.
 
     As with `Fsdp2`, this rank's parts become the parameters in the optimizer's groups.
-
-    Attributes:
-        reports: whether this rank saves its parts in checkpoints; among ranks with the same parts, only one saves them.
     """
 
-    reports = True
+    reports = True  # whether this rank saves its parts in checkpoints; among ranks with the same parts, only one does
 
     def __init__(self, setup: EngineSetup) -> None:
         """Move the module's parameters into flat buffers; a collective."""
@@ -108,16 +105,13 @@ class Zero1:
             bucket.buffers.sums.clear()
 
     def sum_gradients(self) -> torch.Tensor:
-        """Set the gradients of the optimizer's parameters to the sum over all ranks' leaves; a collective.
-
-        Returns:
-            The gradients' sum of squares, float64 []; a parameter that is whole on several ranks is counted only once.
-        """
+        """Sum the optimizer's gradients over all leaves, and return their sum of squares, float64 []; a collective."""
         self._wait_for_ranks()
         for bucket in self._buckets:
             bucket.sum_gradients()
         self._part.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
-        # When this returns, all ranks have read the gradients, so they may be overwritten.
+        # A parameter that is whole on several ranks is counted only once. When this returns, all ranks have read the
+        # gradients, so they may be overwritten.
         return self._sum_of_squares(squares_of_rows(self._gradients.view(-1, BLOCK)))
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
@@ -156,14 +150,7 @@ def _wait_for_weights(buckets: Sequence[Bucket]) -> None:
 
 
 def _own_blocks(shared: Sequence[Shared], buckets: Sequence[Bucket], rank: int, part: ModelPart) -> torch.Tensor:
-    """Return each block's index among this rank's blocks, int64 [blocks]; -1 for other ranks' blocks.
-
-    Args:
-        shared: the parameters of the model's buckets.
-        buckets: the buckets that this rank has parts of.
-        rank: rank that owns the parts.
-        part: decides which parameters count on this rank.
-    """
+    """Return each block's index among this rank's blocks, int64 [blocks]; -1 for other ranks' blocks."""
     named = (item for every in shared for item in every.parameters.items())
     places = {name: -torch.ones(count_blocks(parameter), dtype=torch.int64) for name, parameter in named}
     start = 0

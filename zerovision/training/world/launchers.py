@@ -27,11 +27,7 @@ _WAYS = (
 
 
 def launched_world() -> tuple[int, int, int, int]:
-    """Return (rank, local rank, ranks on this machine, all ranks) from the environment; (0, 0, 1, 1) by default.
-
-    Raises:
-        UserError: if the variables are incomplete or not numbers; see also `adopt_rank`.
-    """
+    """Return (rank, local rank, ranks on this machine, all ranks) from the environment, or raise a UserError."""
     adopt_rank()
     # Launchers use different names; torchrun sets LOCAL_WORLD_SIZE.
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"

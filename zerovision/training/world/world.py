@@ -227,18 +227,16 @@ def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
 def _choose_interface(*, is_alone: bool) -> None:
     """Set the interface of gloo and NCCL to the interface that leads to the master, unless it is already set.
 
-    By default, gloo uses the address that the host's own name resolves to: 127.0.1.1 on Debian, or possibly an address
-    in a network that the other machines cannot reach. For NCCL, '=name' means exactly this interface; NCCL does not use
-    loopback.
+    By default, gloo uses the address of the host's own name: 127.0.1.1 on Debian, or one that others may not reach.
     """
     if is_alone:
         if any(name == LOOPBACK for _, name in socket.if_nameindex()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # NCCL does not use loopback
         return
     interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this interface, not a prefix
 
 
 def _configure_libraries(*, deterministic: bool) -> None:
@@ -264,15 +262,13 @@ def _configure_libraries(*, deterministic: bool) -> None:
 
 
 def _choose_device(local_rank: int, local_size: int) -> torch.device:
-    """Return this rank's GPU; without GPUs, return the CPU, and limit this rank's threads to its share of the cores.
-
-    Without this limit, 2 ranks with 2 threads each took 15 times as long on 2 cores.
-    """
+    """Return this rank's GPU; without GPUs, return the CPU, and limit this rank's threads to its share of the cores."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error below explains the problem in one line
         has_gpu = torch.cuda.is_available()
     if not has_gpu:
         _refuse_unusable_gpus()
+        # Otherwise, 2 ranks with 2 threads each took 15 times as long on 2 cores.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, usable_cores() // local_size))
         return torch.device("cpu")
@@ -287,12 +283,9 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
 
 
 def _refuse_unusable_gpus() -> None:
-    """Raise a UserError with torch's reason if this machine has visible GPUs that torch cannot use.
-
-    An empty CUDA_VISIBLE_DEVICES selects the CPU.
-    """
+    """Raise a UserError with torch's reason if this machine has visible GPUs that torch cannot use."""
     gpus = usable_gpus()
-    if not gpus:
+    if not gpus:  # also if CUDA_VISIBLE_DEVICES is empty, which selects the CPU
         return
     try:
         torch.cuda.init()

@@ -62,15 +62,10 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPart(ModelPart):
-    """This rank's part of the parameters that its tensor group divides; all other parameters are whole on every rank.
-
-    Attributes:
-        group: the tensor group.
-        cuts: name of a divided parameter -> cut of the parameter.
-    """
+    """This rank's part of the parameters that its tensor group divides; other parameters are whole on every rank."""
 
     group: World
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, Cut]  # by the name of a divided parameter
 
     def is_divided(self, name: str) -> bool:
         return name in self.cuts
@@ -79,10 +74,7 @@ class TensorPart(ModelPart):
         return self.group.is_main or name in self.cuts
 
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See `ModelPart`.
-
-        Without this, gradients that differ only by rounding would make the ranks' copies of the weights drift apart.
-        """
+        """See `ModelPart`; otherwise, gradients that differ by rounding would make the ranks' weights drift apart."""
         copy_from_main([parameter.grad for parameter in parameters if parameter.grad is not None], self.group)
 
     def sum(self, squares: torch.Tensor) -> torch.Tensor:
@@ -197,11 +189,8 @@ class _DividedDropout(nn.Module):
 def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart:
     """Reduce the layers that a plan divides to this rank's part; not a collective.
 
-    Args:
-        module: the whole network, equal on all ranks, which no optimizer may use yet.
-        plan: plan for the network.
-        group: the ranks that divide the network. Without a process group, the ranks exchange nothing, which is used to
-            count the operations of one rank.
+    The network must be equal on all ranks, and no optimizer may use it yet. Without a process group, the ranks exchange
+    nothing, which is used to count the operations of one rank.
     """
     cuts = dict[str, Cut]()
     for name, (region, units) in plan.regions.items():
@@ -257,10 +246,7 @@ def _share(units: int, group: World) -> tuple[int, int]:
 
 
 def _take_part(module: nn.Module, name: str, dimension: int, blocks: int, units: int, group: World) -> Cut:
-    """Replace a parameter's values with this rank's part of each equal block along a dimension; return the cut.
-
-    Each block has `units` heads or features.
-    """
+    """Reduce a parameter to this rank's share of the `units` (heads or features) of each block; return the cut."""
     parameter, (first, count) = module.get_parameter(name), _share(units, group)
     length = parameter.shape[dimension] // blocks
     width = length // units
