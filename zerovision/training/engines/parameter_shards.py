@@ -142,7 +142,7 @@ def from_channels_last(shard: ParameterShard) -> ParameterShard:
 
 
 def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of the boxes of elements `low` to `high` - 1 of a contiguous tensor, in order.
+    """Yield offsets and sizes of the boxes that make up elements `low` to `high` - 1 of a contiguous tensor, in order.
 
     There are at most 2 D - 1 boxes in D dimensions: whole rows in the middle, and, recursively, a partial row at each
     end.
