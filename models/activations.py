@@ -137,11 +137,7 @@ class _Pieces:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations inside the mode create, until the storages are freed.
-
-    Attributes:
-        now: number of bytes currently in use.
-    """
+    """Counts in `now` the bytes of storages that operations inside the mode create, until the storages are freed."""
 
     def __init__(self, copies: Callable[[Any, Any], int] | None = None) -> None:
         """Create the mode; bytes that `copies` returns for an operation and its arguments are counted while it runs."""

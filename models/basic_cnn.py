@@ -12,10 +12,7 @@ from torch import nn
 def conv_block(
     in_channels: int, out_channels: int, *, stride: int = 1, pool: tuple[int, int] = (2, 2)
 ) -> nn.Sequential:
-    """Return two 3x3 convolutions with BatchNorm and ReLU, then max pooling by `pool` (height, width).
-
-    `stride` is the stride of the first convolution.
-    """
+    """Return two 3x3 convolutions, the first strided, with BatchNorm and ReLU, then max pooling by (height, width)."""
     layers: list[nn.Module] = []
     for channels, step in ((in_channels, stride), (out_channels, 1)):
         convolution = nn.Conv2d(channels, out_channels, 3, stride=step, padding=1, bias=False)

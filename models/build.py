@@ -194,11 +194,7 @@ def _assemble(description: Description, parts: list[nn.Module]) -> nn.Module:
 
 
 def _create(part: Description, **options: Any) -> nn.Module:
-    """Create a part from its description; for the options, see `create`.
-
-    Raises:
-        UserError: if a projection cannot replace the classifier, because the classifier is not a single linear layer.
-    """
+    """Create a part with options for `create`, or raise a UserError if a projection cannot replace its classifier."""
     module = create(part, **options)
     if part.embedding:
         names = as_names(getattr(module, "default_cfg", {}).get("classifier"))
@@ -247,14 +243,7 @@ def _create_pretrained(part: Description, make: Callable[..., nn.Module], notes:
 
 
 def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_names: Sequence[str]) -> Iterator[str]:
-    """Reorder the outputs of a published classifier with as many classes as the data, and yield notes about it.
-
-    Args:
-        part: the network's description.
-        module: module with the published weights.
-        fresh: the same module with random weights.
-        class_names: class names of the data.
-    """
+    """Fit a published classifier to the data as `head_by_name` does, and yield notes; `fresh` has random weights."""
     published = getattr(module, "default_cfg", {})
     if not class_names or part.embedding or published.get("num_classes") != len(class_names):
         return
@@ -271,8 +260,7 @@ def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_na
 class ProjectionHead(nn.Sequential):
     """Maps features `[B, F]` to embeddings `[B, width]` in training; in evaluation, returns the features unchanged.
 
-    As in Khosla et al. 2020 (https://arxiv.org/abs/2004.11362, section 3), the head has two layers that are discarded
-    after training, because the features before these layers are the better representation.
+    As in section 3 of Khosla et al. 2020 (https://arxiv.org/abs/2004.11362), features represent images better.
     """
 
     def __init__(self, features: int, width: int) -> None:

@@ -54,10 +54,7 @@ def published_classes(config: Mapping[str, Any]) -> list[Names]:
 
 
 def classes_beside(path: str) -> list[Names]:
-    """Return the output names in a hub repository's config.json next to a file; empty if there are none.
-
-    The config.json may have timm's format, with label_names, or transformers' format, with id2label.
-    """
+    """Return the output names in a config.json of timm or transformers next to a file; empty if there are none."""
     try:
         config = json.loads(Path(path).with_name("config.json").read_text(encoding="utf-8"))
         if labels := config.get("id2label"):
@@ -70,16 +67,10 @@ def classes_beside(path: str) -> list[Names]:
 def head_by_name(
     head: Mapping[str, torch.Tensor], fresh: Mapping[str, torch.Tensor], names: Names, known: Sequence[Names]
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return a trained classifier for the classes of the data, and notes about it.
+    """Return a trained classifier, `head`, for equally many classes of the data, and notes about it.
 
-    A classifier with the same classes is kept and reordered; one with other classes starts from random weights. Classes
-    without names are assumed to be those of the data.
-
-    Args:
-        head: the classifier's tensors, with as many outputs as there are names.
-        fresh: the same tensors with random weights.
-        names: names of the data's classes.
-        known: lists of the outputs' names.
+    A classifier with the same classes, by one of the lists in `known`, is kept and reordered; one with other classes is
+    replaced by `fresh`, which has random weights. Classes without names are assumed to be those of the data.
     """
     known = [outputs for outputs in known if len(outputs) == len(names)]
     if not known:

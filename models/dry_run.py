@@ -115,11 +115,8 @@ def forward_flops(module: nn.Module, places: Sequence[str], image_size: ImageSiz
 
 
 def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> object:
-    """Run the network on fake tensors, which can be mixed with real ones.
-
-    Operations on real tensors alone, such as BatchNorm's counting, are executed, on copies. Torch does not log a
-    traceback for a shape that does not fit, because the check expects such shapes.
-    """
+    """Run the network on fake tensors; operations on real ones alone, such as BatchNorm's counting, run on copies."""
+    # The check expects shapes that do not fit, for which torch would log a traceback.
     silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     with silent, copied_buffers(module.modules()), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         return module(torch.empty(shape))
@@ -139,11 +136,11 @@ def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def convolution_backward_flops(
-    gradient_shape: Sequence[int],
-    input_shape: Sequence[int],
-    weight_shape: Sequence[int],
-    *settings: Any,
-    out_shape: Sequence[Any],
+    gradient_shape: Sequence[int],  # [B, C_out, ...]
+    input_shape: Sequence[int],  # [B, C_in, ...]
+    weight_shape: Sequence[int],  # [C_out, C_in / groups, ...], or [C_in, C_out / groups, ...] if transposed
+    *settings: Any,  # bias, stride, padding, dilation, whether the convolution is transposed, and more
+    out_shape: Sequence[Any],  # of the gradients of input, weight and bias; None for one that is not computed
     **_named: Any,
 ) -> int:
     """Count the operations of a convolution's backward pass.
@@ -151,13 +148,6 @@ def convolution_backward_flops(
     The gradients of input and weight each take as many operations as the forward pass. PyTorch's own formula ignores
     groups, and counts a depthwise convolution's weight gradient several hundred times, so that the training of
     MobileNetV3-Small would seem to take 14 times as many operations.
-
-    Args:
-        gradient_shape: shape of the gradient of the output, [B, C_out, ...].
-        input_shape: shape of the input, [B, C_in, ...].
-        weight_shape: shape of the weight, [C_out, C_in / groups, ...], or [C_in, C_out / groups, ...] if transposed.
-        settings: bias, stride, padding, dilation, whether the convolution is transposed, and more.
-        out_shape: shapes of the gradients of input, weight and bias; None for a gradient that is not computed.
     """
     is_transposed = settings[4]
     batch, _, *pixels = input_shape if is_transposed else gradient_shape
@@ -166,11 +156,8 @@ def convolution_backward_flops(
 
 
 def _shape_after_batch_norm(images: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Replace `torch.batch_norm`, which takes three quarters of the time of a forward pass without data.
-
-    Only tensors on the meta device are not normalized: another thread may be using BatchNorm, too.
-    """
-    if not images.is_meta:
+    """Replace `torch.batch_norm`, which takes three quarters of the time of a forward pass without data."""
+    if not images.is_meta:  # another thread may be using BatchNorm, too
         return BATCH_NORM(images, *rest)
     if any(tensor is not None and len(tensor) != images.shape[1] for tensor in rest[:4]):
         raise RuntimeError("BatchNorm is made for another number of channels than its input has")
@@ -193,18 +180,8 @@ def create_for_image_size(
     """Create a network, lower its stem's stride for small images, and check the shapes of one training step.
 
     A stride of 2 in the first layer of a network made for 224 pixels loses too much detail at 32. If the network does
-    not work with the lower stride (because of parallel branches in the stem), the usual stride is kept.
-
-    Args:
-        create: function that creates a described network, which maps `[B, C, H, W]` to `[B, num_classes]`.
-        part: description of the network, with the model's name as the user typed it.
-        config: settings with the batch size and the choice of whether to keep the stride for small images.
-
-    Returns:
-        The network and the strides that were changed.
-
-    Raises:
-        UserError: if the size does not work; the message names a size that does.
+    not work with the lower stride (because of parallel branches in the stem), the usual stride is kept. For a size
+    that does not work, a UserError names one that does.
     """
     image_size, batch_size = part.image_size, config.micro_batch
     fit = partial(_create_and_fit, create, part, 0 if config.stem == "keep" else SMALL_IMAGE_PIXELS)

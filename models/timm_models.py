@@ -31,10 +31,7 @@ HUB_TIMEOUT_SECONDS = 5.0
 
 
 class WholeInputConv2d(nn.Conv2d):
-    """A convolution that is computed as a matrix product if its kernel is as large as its input.
-
-    On a CPU, the convolution's own kernels would then take four times as long; VGG16's layer has 103 million weights.
-    """
+    """A convolution as a matrix product if its kernel is as large as its input: a CPU takes a quarter of the time."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map images `[B, C, H, W]` to `[B, out_channels, H', W']`, as the convolution does except for rounding."""
@@ -67,12 +64,8 @@ def check_timm_name(name: str) -> None:
 
 
 def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
-    """Return ' Did you mean ...?' with timm's name for a network in any spelling; '' if none is similar.
-
-    Args:
-        name: a network's name, such as resnet50, ResNet-50, microsoft/resnet-50 or hf-hub:timm/resnet50.a1_in1k.
-        others: names outside timm that a mistyped name may also mean.
-    """
+    """Return ' Did you mean ...?' with timm's name for a network in any spelling or one of `others`, or '' for none."""
+    # In hf-hub:timm/ResNet-50.a1_in1k, for example, 'ResNet-50' is given, with the tag 'a1_in1k'.
     given, dot, tag = name.rpartition("/")[2].rpartition(":")[2].partition(".")
     letters = str.maketrans("", "", "-_ ")
     known = {name.translate(letters): name for name in timm.list_models(exclude_filters=[*MODELS])}
@@ -92,12 +85,7 @@ def _registered(part: Description) -> str:
 
 
 def check_rates(part: Description, rates: Mapping[str, float]) -> None:
-    """Raise UserError for a rate that the network cannot use, for lack of dropout or of residual blocks to skip.
-
-    Args:
-        part: description of the network.
-        rates: see `create`; a rate of 0 is not checked.
-    """
+    """Raise a UserError for a rate that the network cannot use, for lack of dropout or of residual blocks to skip."""
     name, model_type = _registered(part), part.model_type
     if rate := rates.get("drop_rate"):
         modules = _modules_with(name, drop_rate=rate)
@@ -168,16 +156,9 @@ def published_config(name: str) -> dict[str, Any]:
 
 
 def adapt_weights(part: Description, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adapt a network's tensors to another image size and number of channels, as timm does.
+    """Adapt a network's whole state dict to `part`'s image size and channels; another network's is not changed.
 
-    timm resamples position embeddings, and sums or repeats a stem's weights for another number of channels.
-
-    Args:
-        part: description of the network, with the new image size and channels.
-        tensors: the network's complete state dict for other images, including the head.
-
-    Returns:
-        The adapted state dict, or `tensors` if they cannot be adapted because they belong to a different network.
+    As in timm, position embeddings are resampled, and a stem's weights are summed or repeated for other channels.
     """
     config: Any = timm.get_pretrained_cfg(timm_name := _registered(part))
     try:

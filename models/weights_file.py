@@ -25,30 +25,16 @@ def load_weights_file(
     module: nn.Module,
     path: str,
     *,
-    description: Description,
-    heads: Iterable[str],
-    adapt: Callable[[StateDict], StateDict],
-    class_names: Sequence[str],
+    description: Description,  # of `module`
+    heads: Iterable[str],  # names of the classifier's submodules
+    adapt: Callable[[StateDict], StateDict],  # to `module`'s images; another network's are returned unchanged
+    class_names: Sequence[str],  # of the data; empty to keep a head with the same number of classes
 ) -> list[str]:
-    """Load a safetensors or `weights_only` file into `module`.
+    """Load a safetensors or `weights_only` file into `module`, and return messages for the log, one line each.
 
-    The network's head is not changed if the head in the file is of a different kind or has different classes.
-
-    Args:
-        module: the network, which is modified in place.
-        path: path of the file.
-        description: description of `module`; see `zerovision.models.build.BuiltModel`.
-        heads: names of the classifier's submodules.
-        adapt: function that adapts tensors of the same network to `module`'s image size and channels, and returns them
-            unchanged if they do not fit.
-        class_names: class names of the data; empty to keep a head with the same number of classes.
-
-    Returns:
-        Messages for the log, one line each.
-
-    Raises:
-        UserError: for a file that is missing, broken, unsafe, contradictory, or from another model, or that contains
-            NaN or infinity.
+    The network's head is not changed if the head in the file is of a different kind or has different classes. A
+    UserError is raised for a file that is missing, broken, unsafe, contradictory, or from another model, or that
+    contains NaN or infinity.
     """
     expected = module.state_dict()
     tensors, facts, read_notes = read_weights_file(path, expected)
@@ -116,18 +102,10 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dict[str, Any], list[str]]:
-    """Read a file's tensors into CPU memory; nothing in the file is executed.
+    """Read a file's tensors into CPU memory without executing anything in it, or raise a UserError.
 
-    Args:
-        path: path of the file.
-        names: names of the network's tensors; a prefix of these names in the file is removed.
-
-    Returns:
-        The tensors by name; the metadata, or {} for a file that is not from zerovision; and notes about how the file
-        was used.
-
-    Raises:
-        UserError: for a file that is missing, broken, or would run code.
+    Return the tensors by name, without a prefix of `names`; the metadata, or {} for a file that is not from zerovision;
+    and notes about how the file was used.
     """
     file = Path(path)
     if not os.path.isfile(file):
@@ -179,10 +157,7 @@ def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> No
 def _check_same_network(
     path: str, ours: Description, theirs: Description | None, expected: StateDict, tensors: StateDict
 ) -> None:
-    """Raise an error if tensors do not fit the network.
-
-    `ours` describes the network, and `theirs` describes the file's network if the file is from a run.
-    """
+    """Raise a UserError if tensors do not fit the network; `theirs` describes the file's network if that is known."""
     model_type = ours.model_type
     missing = [key for key in expected if key not in tensors]
     unexpected = [key for key in tensors if key not in expected]
@@ -234,11 +209,7 @@ RAW = ("state_dict", "model", "model_state_dict", "module", "net")
 
 
 def find_state_dict(content: object) -> tuple[StateDict, list[str]] | None:
-    """Return the tensors by name in a file's contents, and a note if they are an average; None if there are no tensors.
-
-    Args:
-        content: the result of `torch.load`.
-    """
+    """Return the tensors in a file's contents by name, and a note if they are an average; None if there are none."""
     notes = []
     if isinstance(content, dict):
         averages, raw = ([key for key in keys if isinstance(content.get(key), dict)] for keys in (AVERAGES, RAW))
@@ -256,15 +227,8 @@ def without_prefix(path: str, tensors: Mapping[str, Any], names: Collection[str]
     """Return the tensors, renamed to match a network's names, and notes about a removed prefix.
 
     Wrappers add a prefix to each name (DDP `module.`, torch.compile `_orig_mod.`), as does a module that contains the
-    network (`model.`, `backbone.`). Other tensors, such as a loss's class weights, are left out and reported.
-
-    Args:
-        path: path of the file, for the error message.
-        tensors: tensors of the file.
-        names: names of the network's tensors.
-
-    Raises:
-        UserError: if the file contains several networks with these names.
+    network (`model.`, `backbone.`). Other tensors, such as a loss's class weights, are left out and reported. A
+    UserError is raised if the file contains several such networks.
     """
     first = next(iter(names))
     ends = [key.removesuffix(first) for key in tensors if key.endswith(first)]

@@ -46,11 +46,7 @@ class _Section:
 
     @classmethod
     def from_dict(cls, value: Any) -> Self:
-        """Create the section from the JSON that `to_dict` returned; other keys are ignored.
-
-        Raises:
-            WrongMetadata: if a value is missing, has the wrong type, or is out of bounds.
-        """
+        """Create the section from `to_dict`'s JSON, ignoring other keys, or raise WrongMetadata for a wrong value."""
         _check(isinstance(value, dict), cls.__name__.lower(), value, "an object")
         names = [each.name for each in fields(cls) if each.name in value or each.name not in LEFT_OUT]  # type: ignore[arg-type]
         found = _entries(value, names)
