@@ -260,7 +260,8 @@ def _order_head(part: Description, module: nn.Module, fresh: nn.Module, class_na
 class ProjectionHead(nn.Sequential):
     """Maps features `[B, F]` to embeddings `[B, width]` in training; in evaluation, returns the features unchanged.
 
-    As in section 3 of Khosla et al. 2020 (https://arxiv.org/abs/2004.11362), features represent images better.
+    As in Khosla et al. 2020 (https://arxiv.org/abs/2004.11362, section 3), the head has two layers that are discarded
+    after training, because the features before these layers are the better representation.
     """
 
     def __init__(self, features: int, width: int) -> None:

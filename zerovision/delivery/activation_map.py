@@ -56,27 +56,14 @@ def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Ten
 
 
 def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: Preprocessing) -> Image.Image:
-    """Return an image as the network saw it, darkened where it contributed less to the class.
-
-    Args:
-        image: float32 [C, H, W], normalized.
-        importance: float32 [H, W] in 0..1.
-        preprocessing: preprocessing of the network, which must be for 8-bit images.
-    """
+    """Return a normalized image, float32 [C, H, W], darkened where its importance, float32 [H, W] in 0..1, is low."""
     shown = viewable(unnormalized(image, preprocessing).clamp(0, 1)) * (DARKEST + (1 - DARKEST) * importance)
     pixels = (255 * shown).round().byte().expand(3, -1, -1)
     return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
 
 
 def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | None:
-    """Return a function that applies `picture_of` to raw images [C, H, W], given one class per image.
-
-    Return None if the network does not take 8-bit images, because other images cannot be shown as pictures.
-
-    Args:
-        network: see `activation_maps`.
-        preprocessing: see `picture_of`.
-    """
+    """Return a function that applies `picture_of` to raw images [C, H, W] and classes; None unless they are 8-bit."""
     if preprocessing.values != BYTES:
         return None
     transform = evaluation_transform(preprocessing)
@@ -92,20 +79,15 @@ def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | Non
 
 @torch.no_grad()
 def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
-    """Return the attention rollout, float32 [B, h, w] with a maximum of 1; None if this is not a vision transformer.
-
-    As in section 3 of the paper, each block's attention matrix is averaged over the heads and then, for the residual
-    connection, with the identity; the resulting matrices are multiplied. The rollout is the class token's row of the
-    product, or the mean of the rows if the network averages the patches.
-    """
+    """Return a vision transformer's rollout (section 3 of the paper), float32 [B, h, w] up to 1; otherwise, None."""
     layers: list[Any] = [getattr(block, "attn", None) for block in getattr(network, "blocks", ())]
     if not layers or not all(hasattr(layer, "fused_attn") and hasattr(layer, "attn_drop") for layer in layers):
         return None
     flow: list[torch.Tensor] = []
 
     def follow(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        attention = inputs[0].float().mean(dim=1)
-        mixed = (attention + torch.eye(attention.shape[-1], device=attention.device)) / 2
+        attention = inputs[0].float().mean(dim=1)  # [B, N, N], the mean of the heads
+        mixed = (attention + torch.eye(attention.shape[-1], device=attention.device)) / 2  # the residual connection
         flow[:] = [mixed @ flow[0] if flow else mixed]
 
     with contextlib.ExitStack() as changes:
@@ -127,8 +109,7 @@ def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
 def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Return the Grad-CAM map at the resolution of the features, float32 [B, h, w] with a maximum of 1.
 
-    The features are the tokens [B, N, C] that enter the last block if the network's blocks process tokens, and
-    otherwise the last feature map, [B, C, h, w], or [B, h, w, C] if the network's `output_fmt` is NHWC.
+    The features are the tokens [B, N, C] that enter the last block, or otherwise the last feature map.
     """
     maps: list[torch.Tensor] = []
     tokens: list[torch.Tensor] = []

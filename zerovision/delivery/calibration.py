@@ -15,13 +15,11 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.05, 20.0
 
 
 class Views(NamedTuple):
-    """Which views of each image are averaged.
+    """Which views of each image are averaged; `flip` adds the mirror image of each view, with an equal weight.
 
-    Attributes:
-        flip: whether to add the mirror image of each view; the view and its mirror image have equal weights.
-        shift_pixels: number of pixels by which two more views are shifted, one up and to the left, the other down and
-            to the right, with reflected edges; 0 for no shifted views. Each shifted view has a weight of one quarter,
-            and the original image a weight of one half (Jordan 2024, https://arxiv.org/abs/2404.00498, section 3.5).
+    With `shift_pixels`, two views are added, one shifted up and to the left, the other down and to the right, with
+    reflected edges. Each has a weight of one quarter, and the original image one half (Jordan 2024,
+    https://arxiv.org/abs/2404.00498, section 3.5).
     """
 
     flip: bool = False
@@ -42,19 +40,12 @@ PLAIN = Views()
 
 
 class Calibration(NamedTuple):
-    """How a model's logits become probabilities, and the threshold below which an image is rejected.
+    """How a model's logits become probabilities, and the threshold below which an image is rejected."""
 
-    Attributes:
-        temperature: number by which logits are divided.
-        threshold: probability below which an image's most probable class is rejected as "none of these".
-        views: views whose probabilities were averaged.
-        facts: full contents of the calibration file, including the result of `rejection_scores`.
-    """
-
-    temperature: float
-    threshold: float
-    views: Views
-    facts: dict[str, Any]
+    temperature: float  # by which logits are divided
+    threshold: float  # probability below which the most probable class is rejected as "none of these"
+    views: Views  # whose probabilities were averaged
+    facts: dict[str, Any]  # full contents of the calibration file, including the result of `rejection_scores`
 
 
 def calibration_file(weights: Path) -> Path:
@@ -63,11 +54,7 @@ def calibration_file(weights: Path) -> Path:
 
 
 def read_calibration(weights: Path) -> Calibration | None:
-    """Return the calibration of a weights file; None if there is no calibration, or if it was made for other weights.
-
-    Raises:
-        UserError: if the calibration file is damaged.
-    """
+    """Return the calibration of these weights, None if there is none, or raise a UserError if its file is damaged."""
     file = calibration_file(weights)
     if not file.is_file():
         return None

@@ -246,11 +246,7 @@ def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:
 def _output_folder(
     output: str | Path | None, model: TrainedModel, config: TrainConfig | None, data: EvaluationData
 ) -> Path | None:
-    """Return the folder for the evaluation files; by default, the run's evaluation folder or a new one next to it.
-
-    Raises:
-        UserError: if `output` is the current folder, which would be replaced.
-    """
+    """Return the folder to write, by default in the run or next to the weights; the current folder is a UserError."""
     if output is None:
         return None
     if str(output):

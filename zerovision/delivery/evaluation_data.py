@@ -32,51 +32,28 @@ LOOKED_AT_PIXELS = 64  # larger images are decoded at about this size for an aud
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """The data that a model is evaluated on.
+    """The data that a model is evaluated on."""
 
-    Attributes:
-        datasets: the data sets; `val` contains the images to evaluate.
-        data: name of the data, such as "digits", or the full path of a folder; the run's own data keeps the name that
-            was given to the run.
-        split: "val", "test", "train" or "all".
-        label_map: int64 [labels of the data], the model's index for each class, or for each label set if images
-            have several labels.
-        task: the task that scores the predictions.
-        is_own: whether the run was trained on this data.
-        trained_images: the images that the run was trained on, if the data may contain some of them.
-        notes: messages for the user.
-    """
-
-    datasets: DatasetPair
-    data: str
-    split: str
-    label_map: torch.Tensor
-    task: OneLabel
-    is_own: bool
-    trained_images: TrainedImages | None = None
-    notes: tuple[str, ...] = ()
+    datasets: DatasetPair  # `val` contains the images to evaluate
+    data: str  # name, such as "digits", or full path of a folder; the run's own data keeps the name given to the run
+    split: str  # "val", "test", "train" or "all"
+    label_map: torch.Tensor  # int64 [labels of the data], the model's index for each class or set of labels
+    task: OneLabel  # scores the predictions
+    is_own: bool  # whether the run was trained on this data
+    trained_images: TrainedImages | None = None  # the run's, if the data may contain some of them
+    notes: tuple[str, ...] = ()  # for the user
 
 
 class RunData(NamedTuple):
-    """What is known about a run's data.
+    """What is known about a run's data."""
 
-    Attributes:
-        fingerprint: see `DatasetPair`; '' if unknown.
-        folder: full path of the data folder; '' if the data is not a folder, or if its path is unknown.
-        images: images listed in the run's folder; empty if the folder contains no list.
-    """
-
-    fingerprint: str = ""
-    folder: str = ""
-    images: Sequence[ListedImage] = ()
+    fingerprint: str = ""  # see `DatasetPair`; '' if unknown
+    folder: str = ""  # full path; '' if the data is not a folder, or if its path is unknown
+    images: Sequence[ListedImage] = ()  # listed in the run's folder
 
 
 def run_data(model: TrainedModel) -> RunData:
-    """Return what is known about the data that a model was trained on.
-
-    Raises:
-        UserError: if the list of images is damaged.
-    """
+    """Return what is known about a model's training data, or raise a UserError if the list of images is damaged."""
     if model.run is None:
         return RunData()
     try:
@@ -90,16 +67,10 @@ def run_data(model: TrainedModel) -> RunData:
 def load_evaluation_data(
     metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluateSettings | ExportSettings, known: RunData
 ) -> EvaluationData:
-    """Load the data that the user chose, or by default the run's own data.
+    """Load the data that the user chose, or by default the run's own data, for a model with this metadata.
 
-    Args:
-        metadata: metadata returned by `zerovision.training.checkpoint.weights.load_model`.
-        config: the run's configuration; None if it is unknown.
-        choice: the user's settings.
-        known: what is known about the run's data.
-
-    Raises:
-        UserError: if the data does not exist, its classes are not the model's, or the run's path contains other data.
+    A UserError is raised if the data does not exist, its classes are not the model's, or the run's path contains other
+    data.
     """
     if not choice.data and config is None:
         raise UserError("these weights are not in a run's folder, so the data is not known: add --data.")
@@ -161,13 +132,10 @@ def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], Da
 
 
 def _resolve_split(split: str, options: DataOptions, parts: Sequence[str], *, is_own: bool) -> str:
-    """Return the part of the data to evaluate, which is the held-out part if `split` is "auto".
+    """Return the part of the data to evaluate, or raise a UserError if the data does not have the requested part.
 
-    For data that is not the run's own, "auto" means all images if the data has no parts, or the test part if the data
-    has a test part but no validation part.
-
-    Raises:
-        UserError: if the data does not have the requested part.
+    "auto" is the held-out part. For data that is not the run's own, it is all images if the data has no parts, or the
+    test part if the data has a test part but no validation part.
     """
     is_undivided = [*parts] == ["train"]
     there = {"val": {"train", "val"}, "train": {"train"}, "test": {"test"}}  # val may be held out from train
@@ -219,11 +187,7 @@ def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preproces
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:
-    """Return the model's index for each class of the data.
-
-    Raises:
-        UserError: if the data has a class that the model lacks, or (unless `allow_missing`) lacks a class of the model.
-    """
+    """Return the model's index of each class in the data; raise a UserError for classes that only one of them has."""
     keys = {clean(name): number for number, name in enumerate(model_classes)}
     unknown = [name for name in data_classes if name not in keys]
     missing = [model_classes[number] for key, number in keys.items() if key not in data_classes]

@@ -43,18 +43,11 @@ BLACK, WRONG = "black", "#b00020"
 
 def write_evaluation(
     folder: Path,
-    facts: dict[str, Any],
-    read_image: Callable[[int], torch.Tensor],
-    explain: Explain | None = None,
+    facts: dict[str, Any],  # from `describe_scores`, possibly with additional keys
+    read_image: Callable[[int], torch.Tensor],  # by index, uint8 or float32 [C, H, W]
+    explain: Explain | None = None,  # None if the model cannot be explained
 ) -> None:
-    """Write all files of an evaluation; if this fails, the folder is not changed.
-
-    Args:
-        folder: folder to write to; the files of an earlier evaluation are replaced.
-        facts: the result of `describe_scores`, possibly with additional keys.
-        read_image: function that returns the image at an index, uint8 or float32 [C, H, W].
-        explain: function that shows what led to each predicted class; None if the model cannot be explained.
-    """
+    """Write all files of an evaluation, replacing those of an earlier one; if this fails, the folder is not changed."""
     class_names = [one["name"] for one in facts["classes"]]
     check_replaceable(folder)
     with replacing_folder(folder) as new:

@@ -33,11 +33,7 @@ TOLERANCE = 1e-6  # of the logarithm of the temperature
 
 
 def read_reject(given: str) -> tuple[float, bool]:
-    """Return the number in a value of `--reject`, and whether it is a threshold rather than an accuracy.
-
-    Raises:
-        UserError: if the value is neither a threshold nor an accuracy.
-    """
+    """Return the number in a `--reject` value, and whether it is a threshold, not an accuracy, or raise a UserError."""
     found = re.fullmatch(r"(below:)?(0?\.[0-9]{1,9})", given)
     if not found or not float(found[2]):
         raise UserError(
@@ -48,14 +44,7 @@ def read_reject(given: str) -> tuple[float, bool]:
 
 
 class Calibrator:
-    """Collects the logits of an evaluation to fit a new calibration or to apply an existing one.
-
-    Args:
-        weights: weights file of the evaluated model.
-        reject: the user's value of `--reject`; empty to use `known`.
-        views: the views of each image that are averaged.
-        known: the existing calibration; None to fit a new one.
-    """
+    """Collects the logits of an evaluation to fit a new calibration by `reject`, or to apply the `known` one."""
 
     def __init__(self, weights: Path, reject: str, views: Views, known: Calibration | None) -> None:
         self._weights, self._reject, self._views, self._known = weights, reject, views, known
@@ -111,17 +100,13 @@ class Calibrator:
 
 
 def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
-    """Return the temperature with the smallest loss; 1 if all images are classified correctly.
+    """Return the temperature with the smallest loss; a collective with the same result for any number of ranks.
 
-    The loss is convex in 1 / temperature, so it has one minimum. For a network that performs worse than chance, the
-    highest temperature is returned. The result does not depend on the number of ranks.
+    The loss is convex in 1 / temperature. A network that is worse than chance gets the highest temperature.
     """
 
     def slope(logarithm: float) -> float:
-        """Return the derivative of the summed loss with respect to 1 / temperature.
-
-        For each image, this is the expected logit minus the logit of the true class.
-        """
+        """Return the derivative of the summed loss by 1 / temperature, expected minus true logits; a collective."""
         inverse = math.exp(-logarithm)
         total = torch.zeros(1, dtype=torch.float64, device=world.device)
         for logits, labels, weights, _ in batches:
@@ -134,19 +119,13 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
     from scipy.optimize import brentq  # imported late: only a new calibration needs it
 
     low, high = math.log(LOWEST_TEMPERATURE), math.log(HIGHEST_TEMPERATURE)
-    if slope(low) <= 0:
+    if slope(low) <= 0:  # all images are classified correctly
         return 1.0
     return HIGHEST_TEMPERATURE if slope(high) >= 0 else math.exp(brentq(slope, low, high, xtol=TOLERANCE))
 
 
 def threshold_of(details: SampleScores, reject: str) -> float:
-    """Return the threshold given by `--reject`, or the lowest threshold that reaches the accuracy given by `--reject`.
-
-    A threshold for an accuracy is halfway between the confidences of the last accepted and the first rejected image.
-
-    Raises:
-        UserError: if no threshold reaches that accuracy.
-    """
+    """Return `--reject`'s threshold, or the lowest that reaches its accuracy, or raise a UserError if none does."""
     wanted, is_threshold = read_reject(reject)
     if is_threshold:
         return wanted
@@ -159,16 +138,12 @@ def threshold_of(details: SampleScores, reject: str) -> float:
         best = accuracies[ends].max(initial=0.0)
         raise UserError(f"--reject {reject}: no threshold reaches this accuracy (best: {best:.4f}): use a lower one.")
     last = enough[-1]
+    # halfway between the confidences of the last accepted and the first rejected image
     return 0.0 if last + 1 == len(order) else float(confidences[last : last + 2].mean())
 
 
 def rejection_scores(scores: Scores, temperature: float, threshold: float) -> dict[str, Any]:
-    """Return the scores of calibrated probabilities with a threshold, as shares in 0..1, and the loss in nats.
-
-    Returns:
-        temperature, threshold, loss, ece, coverage (the share of images that are accepted), and accuracy (the share of
-            accepted images that are classified correctly; None if all are rejected).
-    """
+    """Return the scores of calibrated probabilities with a threshold, as shares in 0..1, and the loss in nats."""
     assert scores.details is not None
     is_kept = scores.details.confidences >= threshold
     kept, right = int(is_kept.sum()), int(scores.details.is_right[is_kept].sum())
@@ -177,6 +152,6 @@ def rejection_scores(scores: Scores, temperature: float, threshold: float) -> di
         "threshold": threshold,
         "loss": scores.loss,
         "ece": expected_calibration_error(calibration_bins(scores.details)),
-        "coverage": kept / max(scores.samples, 1),
-        "accuracy": right / kept if kept else None,
+        "coverage": kept / max(scores.samples, 1),  # share of images that are accepted
+        "accuracy": right / kept if kept else None,  # of the accepted images
     }

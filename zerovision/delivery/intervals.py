@@ -60,14 +60,9 @@ def _wilson(hits: float, misses: float) -> Interval:
 def of_difference(alone: int, other_alone: int, images: int) -> Interval:
     """Return the confidence interval of the difference between two shares of the same images, first minus second.
 
-    This is Tango's score interval (1998,
-    https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<891::AID-SIM780>3.0.CO;2-B). Like Wilson's interval, it is
-    valid for few images, even if the two shares are equal.
-
-    Args:
-        alone: number of images that only the first share counts.
-        other_alone: number of images that only the second share counts.
-        images: number of images, at least one.
+    `alone` and `other_alone` are the numbers of images that only one share counts. Tango's score interval (1998,
+    https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<891::AID-SIM780>3.0.CO;2-B) is valid for few images, even if
+    the two shares are equal.
     """
 
     def score(difference: float) -> float:
@@ -131,8 +126,7 @@ def of_classes(scores: Mapping[str, Any]) -> dict[str, Interval]:
 def _bias(counts: ClassCounts) -> np.ndarray:
     """Return how much each class's F1 is underestimated on average, to second order in the delta method.
 
-    F1 is 2 J / (1 + J), where J is the share of images with both label and prediction in a class among images with
-    either.
+    F1 is 2 J / (1 + J), where J is the share of images with label and prediction in a class among those with either.
     """
     either = counts.support + counts.predicted - counts.right
     variance = counts.right * (either - counts.right) / np.maximum(either**2 * (either - 1), 1)
@@ -145,15 +139,8 @@ def _of_mean(
     """Return the confidence interval of a mean over k classes, extended to contain the mean itself.
 
     With few images, the estimate of the variance is poor, so Student's t-distribution replaces the normal distribution,
-    with the degrees of freedom of Satterthwaite 1946 (https://doi.org/10.2307/3002019).
-
-    Args:
-        mean: mean over the classes.
-        center: mean over the classes, corrected for bias.
-        values: [k], the score of each class.
-        variances: [k], the variance of each score.
-        images: [k], the number of images in each class.
-        shared: sum of the covariances.
+    with the degrees of freedom of Satterthwaite 1946 (https://doi.org/10.2307/3002019). `center` is the mean corrected
+    for bias, `shared` is the sum of the covariances, and arrays are [k].
     """
     from scipy.special import stdtrit  # imported late, because most programs that import this module do not need it
 

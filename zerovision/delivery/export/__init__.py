@@ -68,12 +68,7 @@ class ExportRefused(Exception):
 
 
 def check_choice(format_name: str, precision: str, *, with_preprocessing: bool) -> ExportFormat:
-    """Return the format with this name.
-
-    Raises:
-        UserError: if the format cannot store the precision, or if the format or the precision does not support
-            preprocessing.
-    """
+    """Return the format with this name, or raise a UserError if it does not support the precision or preprocessing."""
     chosen = FORMATS[format_name]
     if precision not in chosen.precisions:
         able = ", ".join(name for name, entry in FORMATS.items() if precision in entry.precisions)

@@ -51,33 +51,19 @@ PIXELS_AT_A_TIME = 2**23
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of comparing an exported file with the PyTorch module.
+    """Result of comparing an exported file with the PyTorch module."""
 
-    Attributes:
-        difference: largest absolute difference between a logit of the file and of the PyTorch module.
-        rms_share: root mean square of the differences, relative to the root mean square of the PyTorch module's logits.
-        batch_difference: largest absolute difference between logits of the file at different batch sizes.
-        scale: largest absolute logit of the PyTorch module.
-        equal_top1: share of images, 0 to 1, for which the file and the PyTorch module predict the same class.
-        model_top1: accuracy of the PyTorch module, 0 to 1.
-        file_top1: accuracy of the file, 0 to 1.
-        lost: number of images that only the PyTorch module classifies correctly.
-        gained: number of images that only the file classifies correctly.
-        images: number of images compared.
-        batch_sizes: the batch sizes at which the file was run.
-    """
-
-    difference: float
-    rms_share: float
-    batch_difference: float
-    scale: float
-    equal_top1: float
-    model_top1: float
-    file_top1: float
-    lost: int
-    gained: int
-    images: int
-    batch_sizes: tuple[int, ...]
+    difference: float  # largest absolute difference between a logit of the file and of the PyTorch module
+    rms_share: float  # root mean square of the differences, relative to that of the PyTorch module's logits
+    batch_difference: float  # largest absolute difference between logits of the file at different batch sizes
+    scale: float  # largest absolute logit of the PyTorch module
+    equal_top1: float  # share of images, 0 to 1, for which the file and the PyTorch module predict the same class
+    model_top1: float  # accuracy of the PyTorch module, 0 to 1
+    file_top1: float  # accuracy of the file, 0 to 1
+    lost: int  # number of images that only the PyTorch module classifies correctly
+    gained: int  # number of images that only the file classifies correctly
+    images: int  # number of images compared
+    batch_sizes: tuple[int, ...]  # at which the file was run
 
     @property
     def points_lost(self) -> float:
@@ -126,12 +112,9 @@ def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
 
 
 def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
-    """Run a file that includes the preprocessing on the pictures, and compare its results with those of `predict`.
+    """Compare a file that includes the preprocessing with `predict`, by log-probabilities in place of logits.
 
-    The logarithms of the probabilities are compared in place of logits.
-
-    Raises:
-        ExportRefused: if a preprocessed pixel differs from the one in `predict` by more than rounding explains.
+    Raise ExportRefused if a preprocessed pixel differs from the one in `predict` by more than rounding explains.
     """
     module, check = job.module, job.check
     assert isinstance(module, FromPictures)
@@ -164,11 +147,7 @@ def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
 
 
 def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: float) -> None:
-    """Check that a file differs by no more than its precision explains, and loses no more accuracy than allowed.
-
-    Raises:
-        ExportRefused: if the check fails; the message contains the number and its bound.
-    """
+    """Raise ExportRefused if a file differs more than its precision explains, or loses more accuracy than allowed."""
     shares = {
         "the largest difference of a logit from PyTorch's": agreement.difference / agreement.scale,
         "the root mean square difference of the logits from PyTorch's": agreement.rms_share,
@@ -192,10 +171,7 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
 
 
 def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: int) -> float:
-    """Return the median time per image in batches of `batch_size`.
-
-    The images, float32 [N, C, S, S], are repeated if there are too few for a batch.
-    """
+    """Return the median time per image; too few images, float32 [N, C, S, S], are repeated to fill a batch."""
     batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
     seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=TIMED_RUNS)
     return 1e3 * statistics.median(seconds) / batch_size

@@ -41,24 +41,14 @@ FACTS = "zerovision.json"  # stored with the graph inside a .pt2 file
 
 @dataclass(frozen=True)
 class CheckImages:
-    """Real images of known classes, and the trained model's logits for them.
+    """Real images of known classes, and the trained model's logits for them."""
 
-    Attributes:
-        images: float32 [N, C, S, S], preprocessed as in training.
-        labels: int64 [N], indices of the model's classes.
-        logits: float32 [N, classes], from the PyTorch module in fp32.
-        name: name of the data, such as "digits, val".
-        task: see `zerovision.delivery.evaluation_data.EvaluationData`.
-        picture: function that returns the decoded picture at an index, uint8 [H, W, C]; None if the images are not
-            pictures.
-    """
-
-    images: torch.Tensor
-    labels: torch.Tensor
-    logits: torch.Tensor
-    name: str
+    images: torch.Tensor  # float32 [N, C, S, S], preprocessed as in training
+    labels: torch.Tensor  # int64 [N], indices of the model's classes
+    logits: torch.Tensor  # float32 [N, classes], from the PyTorch module in fp32
+    name: str  # of the data, such as "digits, val"
     task: OneLabel
-    picture: Callable[[int], torch.Tensor] | None = None
+    picture: Callable[[int], torch.Tensor] | None = None  # by index, decoded, uint8 [H, W, C]; None if not pictures
 
     def is_right(self, logits: torch.Tensor) -> torch.Tensor:
         """Return whether each image's highest logit in `logits`, [N, classes], belongs to a correct class, bool [N]."""
@@ -67,24 +57,14 @@ class CheckImages:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """Everything that a format's writer needs to export a model.
-
-    Attributes:
-        settings: the user's settings.
-        module: the network, or a module that contains the network and its preprocessing, in float32 on the CPU and in
-            evaluation mode; writers must not change this module.
-        metadata: the network's metadata, as returned by `zerovision.training.checkpoint.weights.load_model`.
-        origin: where the network came from, as JSON values.
-        check: images on which to compare the file with the module.
-        calibration: images from the training split, float32 [M, C, S, S]; None if the precision needs no calibration.
-    """
+    """Everything that a format's writer needs to export a model; writers must not change `module`."""
 
     settings: ExportSettings
-    module: nn.Module | FromPictures
-    metadata: dict[str, Any]
-    origin: dict[str, Any]
-    check: CheckImages
-    calibration: torch.Tensor | None
+    module: nn.Module | FromPictures  # in float32 on the CPU and in evaluation mode
+    metadata: dict[str, Any]  # the network's, from `zerovision.training.checkpoint.weights.load_model`
+    origin: dict[str, Any]  # where the network came from, as JSON values
+    check: CheckImages  # on which to compare the file with the module
+    calibration: torch.Tensor | None  # from the training split, float32 [M, C, S, S]; None if the precision needs none
 
     def example(self) -> torch.Tensor:
         """Return two images to trace the network with; a batch size of 1 would become a constant."""
@@ -112,11 +92,7 @@ def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> t
 
 
 def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportSettings) -> CheckImages:
-    """Read validation images (evenly spaced ones if not all are used), and run the network on them.
-
-    Raises:
-        UserError: if no image can be read, or if any image cannot be read and bad images are not allowed.
-    """
+    """Read validation images, evenly spaced if not all are used, or raise a UserError, and run the network on them."""
     dataset = data.datasets.val
     bytes_per_image = 4 * dataset.source.channels * math.prod(dataset.preprocessing.sides)
     images, indices = _read(dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
@@ -130,11 +106,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
 
 
 def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:
-    """Read images of the training split, evenly spaced and not augmented: float32 [count or fewer, C, S, S].
-
-    Raises:
-        UserError: see `load_check_images`.
-    """
+    """Read images of the training split, evenly spaced and not augmented: float32 [count or fewer, C, S, S]."""
     train = data.datasets.train
     return _read(ImageDataset(train.source, data.datasets.val.preprocessing, most_bad=train.most_bad), count)[0]
 
@@ -156,11 +128,7 @@ def _read(dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Disable gradients and PyTorch's warnings while the block traces a network.
-
-    Raises:
-        UserError: in place of any error from the tracer.
-    """
+    """Disable gradients and PyTorch's warnings while the block traces a network, and make any error a UserError."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # PyTorch's own deprecation warnings
         try:
@@ -209,11 +177,7 @@ class StoredInBf16(nn.Module):
 
 
 def write_torch_export(job: ExportJob, path: Path) -> None:
-    """Trace the network with a dynamic batch dimension, and write the traced program.
-
-    Raises:
-        UserError: if PyTorch cannot trace the network.
-    """
+    """Trace the network with a dynamic batch dimension, or raise a UserError, and write the traced program."""
     module = StoredInBf16(job.module) if job.settings.precision == "bf16" else job.module
     with tracing():
         program = torch.export.export(module, (job.example(),), dynamic_shapes=job.free_sides)

@@ -42,21 +42,13 @@ LATENCY_BATCHES = (1, 16)
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export.
+    """Result of an export."""
 
-    Attributes:
-        files: paths of the written files, with the model's file first.
-        agreement: agreement with the PyTorch module.
-        images: name of the images on which the agreement was measured.
-        sizes: size in bytes of the file and of its fp32 counterpart, by precision; empty if there is no counterpart.
-        latencies: milliseconds per image of the file and of its fp32 counterpart, by precision and batch size.
-    """
-
-    files: list[Path]
-    agreement: Agreement
-    images: str
-    sizes: dict[str, int]
-    latencies: dict[tuple[str, int], float]
+    files: list[Path]  # the model's file first
+    agreement: Agreement  # with the PyTorch module
+    images: str  # name of the images on which the agreement was measured
+    sizes: dict[str, int]  # bytes of the file and of its fp32 counterpart, by precision; empty without a counterpart
+    latencies: dict[tuple[str, int], float]  # milliseconds per image of these files, by precision and batch size
 
 
 def run(settings: ExportSettings) -> int:

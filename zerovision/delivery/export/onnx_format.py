@@ -37,12 +37,9 @@ CALIBRATION_BATCH = 32
 
 
 def write_onnx(job: ExportJob, path: Path) -> Path | None:
-    """Export the graph, convert it to the job's precision, and write it; temporary files may remain next to `path`.
+    """Write the graph in the job's precision, and return the path of the fp32 file to compare an int8 file with.
 
-    The file is validated with onnx's own checker, including shape inference.
-
-    Returns:
-        Path of the fp32 file to compare an int8 file with; None for other precisions.
+    The file is validated with onnx's own checker, including shape inference. Temporary files may remain next to `path`.
     """
     model, fp32 = export_graph(job), None
     if job.settings.precision == "bf16":
@@ -62,10 +59,7 @@ def write_onnx(job: ExportJob, path: Path) -> Path | None:
 
 
 def open_onnx(path: Path, threads: int) -> Forward:
-    """Open the file in onnxruntime on the CPU, with `threads` threads per operator.
-
-    If the model has several outputs, only the first is returned.
-    """
+    """Open a file in onnxruntime on the CPU, with `threads` threads per operator; only its first output is returned."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -79,11 +73,7 @@ def open_onnx(path: Path, threads: int) -> Forward:
 
 
 def export_graph(job: ExportJob) -> ModelProto:
-    """Return the network as an fp32 ONNX graph, opset 20, with BatchNorm folded and a dynamic batch size.
-
-    Raises:
-        UserError: if the weights are too large for one ONNX file, or if PyTorch cannot trace the network.
-    """
+    """Return an fp32 ONNX graph, opset 20, with BatchNorm folded and a dynamic batch size, or raise a UserError."""
     weight_bytes = sum(tensor.nbytes for tensor in job.module.state_dict().values())
     if weight_bytes > MAX_BYTES:
         raise UserError(
@@ -114,11 +104,7 @@ def export_graph(job: ExportJob) -> ModelProto:
 
 
 def _store_in_bf16(model: ModelProto) -> None:
-    """Store matrices and kernels in bf16, each followed by a Cast to fp32; vectors are not changed.
-
-    onnxruntime's CPU kernels for convolutions do not support bf16; a file with weights stored in bf16 and arithmetic in
-    fp32 runs anywhere.
-    """
+    """Store matrices and kernels in bf16, each followed by a Cast to fp32: onnxruntime has no bf16 CPU convolutions."""
     casts = []
     for tensor in model.graph.initializer:
         if tensor.data_type != TensorProto.FLOAT or len(tensor.dims) < 2:
@@ -137,14 +123,11 @@ def quantize(model: ModelProto, calibration: torch.Tensor, fp32: Path) -> ModelP
 
     A real number r is stored as an 8-bit integer q, with r = scale * (q - zero_point) (equation 1 of Jacob et al. 2018,
     arXiv:1712.05877). Weights have one scale per output channel and a zero point of 0; activations have one scale and
-    zero point per tensor, from their range on the calibration images. The quantizer represents this by
-    pairs of QuantizeLinear and DequantizeLinear nodes (QDQ), between which onnxruntime's kernels compute in integers.
-    LSTMs stay in fp32, because onnxruntime has no static int8 kernel for LSTMs.
+    zero point per tensor, from their range on the calibration images, float32 [M, C, S, S]. The quantizer represents
+    this by pairs of QuantizeLinear and DequantizeLinear nodes (QDQ), between which onnxruntime's kernels compute in
+    integers. LSTMs stay in fp32, because onnxruntime has no static int8 kernel for LSTMs.
 
-    Args:
-        model: the result of `export_graph`.
-        calibration: images of the training split, float32 [M, C, S, S].
-        fp32: file that contains `model`; temporary files remain next to it.
+    `model` must also be in the file `fp32`, next to which temporary files remain.
     """
     prepared, quantized = fp32.with_name("prepared.onnx"), fp32.with_name("quantized.onnx")
     quant_pre_process(fp32, prepared, skip_optimization=True, skip_symbolic_shape=True)

@@ -41,11 +41,8 @@ PICTURE_STEPS = f"{READING} Put pictures of one size into one batch, as bytes."
 def unfinished_files(output: Path) -> Iterator[Path]:
     """Yield a hidden folder inside the output folder, for files that are not yet checked.
 
-    When the block ends, the hidden folder is removed; after an error, the folders that were created to contain it are
-    also removed.
-
-    Raises:
-        UserError: in place of an OSError, such as for a full disk.
+    When the block ends, the hidden folder is removed; after an error, so are the folders that were created to contain
+    it. An OSError becomes a UserError.
     """
     folder = unfinished(output / "export", "tmp")
     made = [parent for parent in (output, *output.parents) if not parent.exists()]
@@ -64,11 +61,7 @@ def unfinished_files(output: Path) -> Iterator[Path]:
 
 
 def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of preprocessing.json.
-
-    Args:
-        metadata: metadata returned by `zerovision.training.checkpoint.weights.read_metadata`.
-    """
+    """Return the contents of preprocessing.json for a model with this metadata."""
     preprocessing, task = metadata["preprocessing"], task_of(metadata)
     is_bytes = preprocessing.values == BYTES
     return {

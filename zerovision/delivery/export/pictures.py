@@ -29,15 +29,9 @@ EXAMPLE = (2, 37, 53)  # pictures, height and width; sizes that are 1 or equal w
 
 
 class FromPictures(nn.Module):
-    """Wraps a network with the steps that `predict` performs before and after it.
+    """Wraps a network, from float32 [N, C, H, W] to logits [N, classes], with `predict`'s steps before and after it.
 
-    Args:
-        network: network that maps float32 [N, C, H, W] to logits [N, classes].
-        metadata: metadata of the network's weights.
-        calibration: the model's calibration, or None.
-
-    Raises:
-        UserError: if the network takes images that are not 8-bit, or images that a filter without antialiasing resizes.
+    A UserError is raised if the images are not 8-bit, or if a filter without antialiasing resizes them.
     """
 
     mean: torch.Tensor
