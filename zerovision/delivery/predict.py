@@ -292,14 +292,8 @@ def run(settings: PredictSettings) -> int:
 def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, top_k: int) -> int:
     """Write predictions, report unreadable images on standard error, and return the number of unreadable images.
 
-    Args:
-        predictions: predictions from `zerovision.delivery.predict.predict`.
-        kind: "table", "csv" or "json"; empty to use the file's extension.
-        path: file to write, under a temporary name until it is complete; empty for standard output.
-        top_k: maximum number of classes per prediction.
-
-    Raises:
-        UserError: if the file cannot be written; see also `predict`.
+    An empty `kind` means the format of the path's ending, and an empty path standard output. A file has a temporary
+    name until it is complete. A UserError is raised if it cannot be written; see also `predict`.
     """
     if path and Path(os.path.expanduser(path)).is_dir():
         raise UserError(f"--output {path} is a folder: use a file, such as {Path(path) / 'labels.csv'}.")
@@ -334,11 +328,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
 
 
 def saving_pictures(predictions: Iterator[Prediction], folder: Path) -> Iterator[Prediction]:
-    """Save each prediction's picture as `<number>-<image's name>.png`, and yield the prediction.
-
-    Raises:
-        UserError: if a picture cannot be written.
-    """
+    """Save each prediction's picture as `<number>-<image's name>.png` or raise a UserError; yield the prediction."""
     for number, one in enumerate(predictions, 1):
         if one.picture is not None:
             name = f"{number:05}-{Path(one.image).stem[:LONGEST_NAME]}.png"

@@ -79,13 +79,9 @@ TIMM_CONFIG = "config.json"
 
 
 def write_model_card(run: Path) -> Path | None:
-    """Write README.md into the folder of a finished run, unless the folder contains a README.md without `MARK`.
+    """Write README.md into the folder of a finished run, and return its path.
 
-    Args:
-        run: the run's folder, with config.json, environment.json, metrics.jsonl, model.safetensors and the evaluation.
-
-    Returns:
-        Path of the card; None if a README.md of the user was kept, or if the model does not have a classifier yet.
+    Return None if the folder contains a README.md without `MARK`, or if the model does not have a classifier yet.
     """
     card = run / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):

@@ -20,15 +20,10 @@ PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model on disk.
+    """A trained model on disk."""
 
-    Attributes:
-        weights: the model's safetensors file.
-        run: folder of the run that trained the model; None for a file outside a run's folder.
-    """
-
-    weights: Path
-    run: Path | None
+    weights: Path  # the model's safetensors file
+    run: Path | None  # folder of the run that trained the model; None for a file outside a run's folder
 
     def config(self) -> TrainConfig | None:
         """Return the run's configuration; None if the run is unknown.

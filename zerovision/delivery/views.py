@@ -15,11 +15,7 @@ from zerovision.training.tasks.labels import OneLabel, task_of
 
 
 def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Views:
-    """Return the views of an image for a model with this metadata.
-
-    Raises:
-        UserError: if the model's images cannot be shifted that far, or if its task does not support views.
-    """
+    """Return the views of an image, or raise a UserError if the model's image size or task does not support them."""
     size = metadata["preprocessing"].image_size
     farthest = min(sides(size)) - 1
     if flip or shift_pixels:

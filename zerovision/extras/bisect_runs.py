@@ -30,21 +30,13 @@ def run(settings: BisectSettings) -> int:
 
 
 class StepDifference(NamedTuple):
-    """How the hashes of one step differ between two runs.
+    """How the hashes of one step differ between two runs."""
 
-    Attributes:
-        images_differ: whether the images differ; None if the runs have different numbers of leaves.
-        leaves: descriptions of the leaves that differ: rank, number and what differs.
-        leaves_compared: number of leaves compared.
-        tensors: names of the parameters that differ after the step, in the network's order.
-        parameters: number of parameters.
-    """
-
-    images_differ: bool | None
-    leaves: list[str]
+    images_differ: bool | None  # None if the runs have different numbers of leaves
+    leaves: list[str]  # descriptions of those that differ: rank, number and what differs
     leaves_compared: int
-    tensors: list[str]
-    parameters: int
+    tensors: list[str]  # names of the parameters that differ after the step, in the network's order
+    parameters: int  # number of parameters
 
     @property
     def differs(self) -> bool:
@@ -53,21 +45,13 @@ class StepDifference(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The result of comparing two runs.
+    """The result of comparing two runs."""
 
-    Attributes:
-        compared: number of steps for which both runs have hashes.
-        last_equal: the last compared step before the first difference, or 0.
-        settings: lines about differences in configuration, environment and images, even if no step differs.
-        step: the first step at which the runs differ, or 0.
-        found: the differences at that step.
-    """
-
-    compared: int
-    last_equal: int
-    settings: list[str]
-    step: int = 0
-    found: StepDifference | None = None
+    compared: int  # number of steps for which both runs have hashes
+    last_equal: int  # the last compared step before the first difference, or 0
+    settings: list[str]  # differences in configuration, environment and images, even if no step differs
+    step: int = 0  # the first step at which the runs differ, or 0
+    found: StepDifference | None = None  # at that step
 
 
 def compare(first: Path, second: Path) -> Difference:
@@ -141,11 +125,7 @@ def lines_of(difference: Difference) -> Iterator[str]:
 
 
 def read_hashes(run: Path) -> dict[int, dict[str, Any]]:
-    """Return a run's hashes by step; if a step was trained twice, the later hashes are returned.
-
-    Raises:
-        UserError: if metrics.jsonl cannot be read.
-    """
+    """Return a run's hashes by step, the later ones of a step that was trained twice, or raise a UserError."""
     found = {}
     try:
         for line in (run / METRICS).read_text(encoding="utf-8").splitlines():

@@ -50,24 +50,15 @@ MOST_PICTURES = 600  # on one sheet
 
 @dataclass
 class WatchedStep:
-    """An `accumulate.Step` that records the inputs and results of one step, and stops training after it.
+    """An `accumulate.Step` that records the inputs and results of one step, and stops training after it."""
 
-    Attributes:
-        number: number of the recorded step in the run, counted from 1.
-        run: the run of the replay.
-        before, after: parameters before and after the step, by name, float32 in CPU memory.
-        gradients: gradients of the trained parameters, before clipping.
-        seen: each micro-batch, with images as the network saw them, and the losses of these images, [B].
-        hashes: hashes of the step, in the format of `zerovision.training.observe.step_hashes.StepHashes`.
-    """
-
-    number: int
-    run: Run
-    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    number: int  # of the recorded step in the run, counted from 1
+    run: Run  # of the replay
+    before: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters by name, float32 in CPU memory
     after: dict[str, torch.Tensor] = field(default_factory=dict)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    seen: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)
-    hashes: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the trained parameters, before clipping
+    seen: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)  # micro-batches as seen, and their losses [B]
+    hashes: dict[str, Any] = field(default_factory=dict)  # in the format of `StepHashes`
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `zerovision.training.engines.engine.Step`."""

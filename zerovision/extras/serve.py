@@ -50,12 +50,7 @@ class Handler(WSGIRequestHandler):
 
 
 class Server(ThreadedWSGIServer):
-    """Serves the page at `GET /` and the labels of an uploaded image, as JSON, at `POST /predict`; nothing else.
-
-    Attributes:
-        predictor: the loaded model.
-        is_local: whether only this machine can reach the server.
-    """
+    """Serves the page at `GET /` and the labels of an uploaded image, as JSON, at `POST /predict`; nothing else."""
 
     def __init__(self, predictor: Predictor, host: str, port: int) -> None:
         """Start listening for connections.
@@ -80,7 +75,7 @@ class Server(ThreadedWSGIServer):
             cure = "--port, or --port 0 for a free one" if is_taken else "--host or --port"
             raise UserError(f"cannot listen on {self.typed}:{port} ({why}): use another {cure}.") from None
         ip, machine = ipaddress.ip_address(str(where[0])), socket.gethostname()
-        self.is_local, own = ip.is_loopback, machine.partition(".")[0]
+        self.is_local, own = ip.is_loopback, machine.partition(".")[0]  # whether only this machine can reach it
         names = LOOPBACK if ip.is_loopback else (machine, own, f"{own}.local", socket.getfqdn(str(ip)))
         self._names = {name.casefold() for name in (host, str(ip), *names, *(LOOPBACK if ip.is_unspecified else ()))}
 
@@ -104,8 +99,7 @@ class Server(ThreadedWSGIServer):
     def is_named(self, host: str) -> bool:
         """Return whether a Host header names this server, to keep other sites from reaching it under their own names.
 
-        Known names are accepted. Unless the server is local, so are all IP addresses, because another machine may
-        forward requests to this one.
+        Unless the server is local, all IP addresses are accepted, because another machine may forward requests to it.
         """
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
@@ -154,11 +148,7 @@ def _json(status: HTTPStatus, value: dict[str, Any]) -> Response:
 
 
 def make_server(settings: ServeSettings) -> Server:
-    """Load a trained model, and return a listening server; call its `serve_forever` to handle requests.
-
-    Raises:
-        UserError: for weights that cannot be used, a model trained on arrays, or an address that cannot be used.
-    """
+    """Load a trained model, and return a server whose `serve_forever` handles requests, or raise a UserError."""
     asked: dict[str, Any] = {name: getattr(settings, name) for name in ("model", "top_k", "device", "max_megapixels")}
     predictor = load_predictor(PredictSettings(**asked, images=(), batch_size=1))
     if predictor.metadata["preprocessing"].takes_numbers:

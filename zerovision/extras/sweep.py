@@ -60,27 +60,16 @@ REPEATS = ("seed", "split-seed", "folds")  # flags whose values are averaged ove
 
 @dataclass
 class SweepTrial:
-    """One combination of values.
+    """One combination of values."""
 
-    Attributes:
-        number: number of the trial, counted from 1.
-        values: values by flag, without dashes.
-        run_name: name of the trial's run.
-        folder: folder of the trial's run.
-        epochs: number of epochs trained so far.
-        score: best score so far, by `--best-by`; None before the first epoch.
-        state: "waiting", "paused", "finished", "diverged", or why the trial failed.
-        seconds: total duration of the trial's launches from this machine, in seconds.
-    """
-
-    number: int
-    values: dict[str, str]
+    number: int  # counted from 1
+    values: dict[str, str]  # by flag, without dashes
     run_name: str
-    folder: Path
-    epochs: int = 0
-    score: float | None = None
-    state: str = "waiting"
-    seconds: float = 0.0
+    folder: Path  # of the run
+    epochs: int = 0  # trained so far
+    score: float | None = None  # best so far, by `--best-by`; None before the first epoch
+    state: str = "waiting"  # or "paused", "finished", "diverged", or why the trial failed
+    seconds: float = 0.0  # total duration of the trial's launches from this machine
 
     @property
     def flags(self) -> list[str]:
@@ -89,36 +78,22 @@ class SweepTrial:
 
 
 class Place(NamedTuple):
-    """GPUs or cores of a machine that train one trial after another.
+    """GPUs or cores of a machine that train one trial after another."""
 
-    Attributes:
-        variables: environment variables that select the GPUs, or set the number of threads.
-        host: name of the machine; '' for this machine.
-    """
-
-    variables: dict[str, str]
-    host: str = ""
+    variables: dict[str, str]  # environment variables that select the GPUs, or set the number of threads
+    host: str = ""  # '' for this machine
 
 
 @dataclass
 class RunningSweep:
-    """A sweep run from this machine, with the state of every trial.
-
-    Attributes:
-        sweep: settings of the sweep.
-        trials: all trials of the sweep.
-        folder: the sweep's folder, with its command line and the trials' states and output.
-        epochs: number of epochs of a complete training run.
-        best_by: the score by which trials are chosen, a key of `SCORE_NAMES`.
-        ranks: number of ranks of each trial.
-    """
+    """A sweep run from this machine, with the state of every trial."""
 
     sweep: SweepSettings
     trials: list[SweepTrial]
-    folder: Path
-    epochs: int
-    best_by: str
-    ranks: int
+    folder: Path  # with the command line and the trials' states and output
+    epochs: int  # of a complete training run
+    best_by: str  # the score by which trials are chosen, a key of `SCORE_NAMES`
+    ranks: int  # of each trial
     _is_stopped: bool = False
     _places: list[Place] = field(default_factory=list)
 
@@ -161,8 +136,7 @@ class RunningSweep:
     def rungs_reached(self) -> dict[int, int]:
         """Return the number of rungs that each trial has reached; only the trials with the most rungs are compared.
 
-        Rungs are counted instead of epochs, because a finished trial is complete no matter how early it stopped or how
-        few epochs it was meant to train.
+        Unlike epochs, rungs do not depend on how early a trial stopped, or on how few epochs it was to be trained.
         """
         reached, going = {trial.number: 0 for trial in self.trials}, self.trials
         for rung, until in enumerate(self.rungs(), 1):
@@ -399,17 +373,11 @@ def _state_file(folder: Path, trial: SweepTrial) -> Path:
 
 
 class Combination(NamedTuple):
-    """All trials that differ only in `REPEATS`.
+    """All trials that differ only in `REPEATS`."""
 
-    Attributes:
-        values: values by flag, without `REPEATS`.
-        compared: trials with a score that reached the most rungs, best first.
-        rank: the number of rungs reached, and the mean score, negated if lower is better.
-    """
-
-    values: dict[str, str]
-    compared: list[SweepTrial]
-    rank: tuple[int, float]
+    values: dict[str, str]  # by flag, without `REPEATS`
+    compared: list[SweepTrial]  # trials with a score that reached the most rungs, best first
+    rank: tuple[int, float]  # the number of rungs reached, and the mean score, negated if lower is better
 
     def score(self, best_by: str) -> str:
         """Return the scores' mean ± standard deviation (n - 1), with shares in percent; no ± for a single score."""

@@ -23,22 +23,14 @@ LABEL_GAP = 8.0  # percent of the chart's height between two labels at its right
 
 
 class Line(NamedTuple):
-    """One line of a chart.
+    """One line of a chart."""
 
-    Attributes:
-        name: name of the line in the legend and in the table.
-        style: index of the color and dash pattern, starting at 1.
-        x, y: coordinates of the points, float64 [N], in ascending order of x; a non-finite y leaves a gap.
-        switch: key by which the legend toggles lines: all lines on the page with the same key are toggled together.
-        is_faint: whether to draw a thin line without dots.
-    """
-
-    name: str
-    style: int
-    x: np.ndarray
-    y: np.ndarray
-    switch: str
-    is_faint: bool = False
+    name: str  # in the legend and in the table
+    style: int  # index of the color and dash pattern, starting at 1
+    x: np.ndarray  # float64 [N], in ascending order
+    y: np.ndarray  # float64 [N]; a non-finite value leaves a gap
+    switch: str  # the legend toggles all lines on the page with the same key together
+    is_faint: bool = False  # a thin line without dots
 
 
 class Axis(NamedTuple):
@@ -56,24 +48,14 @@ class Axis(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The caption, axes and marks of a chart.
+    """The caption, axes and marks of a chart."""
 
-    Attributes:
-        caption: the caption; by default, it lists the last values.
-        x_name: name of the horizontal axis.
-        marks: values of x to mark.
-        is_percent: whether the values are shares in 0..1 to show as percentages.
-        from_zero: whether the vertical axis starts at 0. Otherwise, unless the values are percentages, the axis is
-            logarithmic if the values span more than a factor of `LOG_SCALE_FROM`.
-        is_x_log: whether the horizontal axis is logarithmic; otherwise, it starts at 0.
-    """
-
-    caption: str = ""
+    caption: str = ""  # by default, it lists the last values
     x_name: str = "epoch"
-    marks: Sequence[float] = ()
-    is_percent: bool = False
-    from_zero: bool = False
-    is_x_log: bool = False
+    marks: Sequence[float] = ()  # values of x
+    is_percent: bool = False  # whether the values are shares in 0..1 to show as percentages
+    from_zero: bool = False  # whether the vertical axis starts at 0; otherwise, see `y_axis`
+    is_x_log: bool = False  # whether the horizontal axis is logarithmic; otherwise, it starts at 0
 
     def write(self, value: float) -> str:
         """Format a value of a line as text."""
@@ -210,10 +192,7 @@ def _spread_labels(drawn: Sequence[dict[str, Any]]) -> None:
 
 
 def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str, Any]:
-    """Return `rows` of text at the x values of the sparsest line, and the number of rows `left_out`.
-
-    A line's value at x is the value of its last point at or before x.
-    """
+    """Return `rows` of each line's last value up to an x value of the sparsest line, and how many are `left_out`."""
     candidates = sorted((np.unique(line.x) for line in lines), key=len)
     places = next((found for found in candidates if len(found) > 2), candidates[0])
     chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), TABLE_ROWS)).round().astype(int))

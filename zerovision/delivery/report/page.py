@@ -224,13 +224,9 @@ def compare(folders: Sequence[Path]) -> list[str]:
 def mcnemar(right: np.ndarray, other: np.ndarray) -> tuple[int, int, float]:
     """Return how many images only the first model gets right, how many only the second gets right, and the p-value.
 
-    This is the exact form of McNemar's test (1947, https://doi.org/10.1007/BF02295996): if the models do not differ,
-    each is equally likely to be right when only one of them is. Dietterich 1998
+    `right` and `other` are bool [N]. In the exact form of McNemar's test (1947, https://doi.org/10.1007/BF02295996),
+    models that do not differ are equally likely to be right when only one of them is. Dietterich 1998
     (https://doi.org/10.1162/089976698300017197) recommends the test for models that were trained only once.
-
-    Args:
-        right: bool [N], whether the first model is right.
-        other: bool [N], whether the second model is right.
     """
     from scipy.stats import binomtest  # takes seconds, and a page of one run does not need it
 

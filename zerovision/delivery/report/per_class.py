@@ -29,9 +29,7 @@ JPEG_QUALITY = 80
 def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scores per class; with more than `MOST_CLASSES_LISTED` classes, only the classes with the lowest F1.
 
-    Returns:
-        `rows` of (name, images, predictions, precision, recall, F1), `averages` of (name, precision, recall, F1), and
-        the number of classes that are `left_out`.
+    `rows` are (name, images, predictions, precision, recall, F1), and `averages` are (name, precision, recall, F1).
     """
     keys = ("support", "predicted", "precision", "recall", "f1")
     rows = [(clip(str(one["name"])), *(one[key] for key in keys)) for one in scores["classes"]]
@@ -93,10 +91,7 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
 
 
 def sample_images(run: Path, scores: Mapping[str, Any], kind: str, most: int) -> list[dict[str, str]]:
-    """Return sample images of a run's evaluation: only misclassified images for `WORST`, and all images for `TYPICAL`.
-
-    `data_uri` is empty if the image cannot be read; `why` is empty if there is no picture that explains the prediction.
-    """
+    """Return sample images of a run's evaluation, for `WORST` only misclassified ones; a missing picture is ''."""
     names = [clip(str(one["name"])) for one in scores["classes"]]
     chosen = [
         (run / EVALUATION / kind / f"{number:03d}", one)

@@ -89,12 +89,7 @@ class Breakdown(NamedTuple):
 
 
 def find_status(run: RunFiles, now: float | None = None) -> Status:
-    """Return the status of a run.
-
-    Args:
-        run: files of the run.
-        now: Unix time in seconds; by default, the current time.
-    """
+    """Return the status of a run at a Unix time in seconds, by default the current time."""
     history, epochs, best = run.history, run.config.get("epochs"), run.history.best_epoch
     done, end = max(history.epochs, default=0), history.processes[-1].end
     progress = f"epoch {done} of {epochs}" if done else "before the end of the first epoch"
@@ -352,11 +347,9 @@ def _breakdown(values: Mapping[str, float], text: Callable[[float], str], remark
 
 
 def find_incidents(history: History) -> dict[str, Any]:
-    """Return the events in the order in which they were logged.
+    """Return the events in the order in which they were logged, with a `summary` of a few sentences.
 
-    Returns:
-        `summary`, a few sentences; `rows` of (time since the first line, step, kind, details); the number of rows that
-        are `left_out`; `lanes` of a timeline as (name, positions in percent of the steps).
+    `rows` are (time since the first line, step, kind, details); `lanes` of a timeline are (name, positions in percent).
     """
     start = history.first_time or 0.0
     rows = [

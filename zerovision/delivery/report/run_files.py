@@ -66,40 +66,26 @@ class Process:
 class History:
     """The lines of metrics.jsonl: curves use the latest line of each step, and times are summed over all lines.
 
-    Attributes:
-        steps: the optimizer step of each logging point, in ascending order.
-        columns: the values at `steps`, or NaN, for each name in `CURVES`, `SYSTEM` and `CPUS`; also the numbers of
-            steps and seconds in the interval before each step in `steps`.
-        epochs: the line of each epoch, by epoch number.
-        events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
-        checkpoints: lines about saved checkpoints.
-        pipeline: the latest line about the stages of a pipeline; None without a pipeline.
-        rounds: lines about outer steps of islands, by round number.
-        processes: one `Process` for each start of the run.
-        repeated_steps, repeated_seconds: number of logged steps and seconds that were repeated after restarts.
-        logged_images, logged_seconds: sums over all logged intervals, including repeated intervals.
-        memory_bytes_per_rank: peak memory of each rank; before the first epoch ends, only rank 0's is known.
-        first_time, last_time: Unix times of the first and last lines in seconds; None if nothing was logged.
-        last_kind: kind of the last line; '' if nothing was logged.
-        steps_per_epoch, total_steps: values in the latest `step` line; 0 before the first `step` line.
+    `columns` contains the values at `steps`, or NaN, for each name in `CURVES`, `SYSTEM` and `CPUS`; also the numbers
+    of steps and seconds in the interval before each step in `steps`.
     """
 
     def __init__(self) -> None:
-        self.steps = array("q")
+        self.steps = array("q")  # the optimizer step of each logging point, in ascending order
         self.columns = {name: array("d") for name in (*CURVES, *SYSTEM, *CPUS, "interval_steps", "interval_seconds")}
-        self.epochs: dict[int, dict[str, Any]] = {}
-        self.events: list[dict[str, Any]] = []
-        self.checkpoints: list[dict[str, Any]] = []
-        self.pipeline: dict[str, Any] | None = None
-        self.rounds: dict[int, dict[str, Any]] = {}
-        self.processes = [Process()]
-        self.repeated_steps = 0
-        self.repeated_seconds = self.logged_seconds = self.logged_images = 0.0
-        self.memory_bytes_per_rank: list[int] = []
-        self.first_time: float | None = None
-        self.last_time: float | None = None
-        self.last_kind = ""
-        self.steps_per_epoch = self.total_steps = 0
+        self.epochs: dict[int, dict[str, Any]] = {}  # the line of each epoch, by epoch number
+        self.events: list[dict[str, Any]] = []  # of the kinds in `EVENTS` and `resume`, in the order they were written
+        self.checkpoints: list[dict[str, Any]] = []  # lines about saved checkpoints
+        self.pipeline: dict[str, Any] | None = None  # the latest line about the stages of a pipeline
+        self.rounds: dict[int, dict[str, Any]] = {}  # lines about outer steps of islands, by round number
+        self.processes = [Process()]  # one for each start of the run
+        self.repeated_steps = 0  # logged steps that were repeated after restarts
+        self.repeated_seconds = self.logged_seconds = self.logged_images = 0.0  # `logged_` includes what was repeated
+        self.memory_bytes_per_rank: list[int] = []  # peaks; before the first epoch ends, only rank 0's
+        self.first_time: float | None = None  # Unix time of the first line in seconds; None if nothing was logged
+        self.last_time: float | None = None  # of the last line
+        self.last_kind = ""  # of the last line; '' if nothing was logged
+        self.steps_per_epoch = self.total_steps = 0  # in the latest `step` line; 0 before the first one
         self._last_step = 0
         self._gap_seconds: float | None = None  # before a start that has logged only `resume`
 
@@ -212,11 +198,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Read metrics.jsonl; an unfinished last line is ignored.
-
-    Raises:
-        UserError: if a line is damaged, or the file cannot be read.
-    """
+    """Read metrics.jsonl, ignoring an unfinished last line, or raise a UserError if it is damaged or cannot be read."""
     history = History()
     try:
         with path.open("rb") as stream:
@@ -238,32 +220,19 @@ def read_history(path: Path) -> History:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run's folder.
-
-    Attributes:
-        folder: the run's folder.
-        config, environment: contents of config.json and environment.json; empty if the file is missing.
-        history: contents of metrics.jsonl.
-        scores: contents of evaluation/scores.json; None if the file is missing.
-        test_scores: scores of the test part; None if the test part was not evaluated.
-        calibration: calibration of the weights; None if they are not calibrated.
-        rate_search: contents of learning_rate.json; None if there was no search.
-        parameters: number of values in the weights file, including BatchNorm buffers; None if the file is missing.
-        notes: a sentence for each missing file.
-        batch_search: contents of batch_size.json; None if there was no search.
-    """
+    """The contents of a run's folder."""
 
     folder: Path
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    history: History
-    scores: dict[str, Any] | None
-    rate_search: dict[str, Any] | None
-    parameters: int | None
-    notes: list[str]
-    batch_search: dict[str, Any] | None = None
-    test_scores: dict[str, Any] | None = None
-    calibration: Calibration | None = None
+    config: dict[str, Any]  # of config.json; empty if the file is missing
+    environment: dict[str, Any]  # of environment.json; empty if the file is missing
+    history: History  # of metrics.jsonl
+    scores: dict[str, Any] | None  # of evaluation/scores.json; None if the file is missing
+    rate_search: dict[str, Any] | None  # of learning_rate.json; None if there was no search
+    parameters: int | None  # number of values in the weights file, including BatchNorm buffers; None if it is missing
+    notes: list[str]  # a sentence for each missing file
+    batch_search: dict[str, Any] | None = None  # of batch_size.json; None if there was no search
+    test_scores: dict[str, Any] | None = None  # None if the test part was not evaluated
+    calibration: Calibration | None = None  # None if the weights are not calibrated
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -273,11 +242,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read a run's folder.
-
-    Raises:
-        UserError: if a file is damaged.
-    """
+    """Read a run's folder, or raise a UserError if a file is damaged."""
     config, environment, scores, test, rates, batch = (
         read_json(folder / name) if (folder / name).exists() else None
         for name in (

@@ -123,13 +123,8 @@ def _published(name: str, data: DatasetPair) -> tuple[nn.Module, dict[str, Any]]
 def neighbours_score(features: np.ndarray, labels: np.ndarray, is_trained: np.ndarray) -> float | None:
     """Return the share of non-training images that are in the majority class of their nearest training images.
 
-    Return None if there are no training images or no other images. If there are many training images, only some of
-    them are compared. `votes` defines the majority.
-
-    Args:
-        features: float32 [N, F].
-        labels: int64 [N].
-        is_trained: bool [N], whether an image is a training image.
+    Return None if there are no training images or no other images. If there are many training images, only some of them
+    are compared. `votes` defines the majority. The arguments are float32 [N, F], int64 [N] and bool [N].
     """
     vectors = torch.nn.functional.normalize(torch.from_numpy(features))
     own, others = np.flatnonzero(is_trained), np.flatnonzero(~is_trained)

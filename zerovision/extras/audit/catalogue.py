@@ -30,27 +30,17 @@ IMAGES_WORTH_WORKERS = 1000  # fewer images are read faster than a process start
 
 
 class Catalogue:
-    """The images of all parts, numbered in the order of the parts.
-
-    Attributes:
-        class_names: name of each label, or of each set of labels.
-        num_classes: number of classes.
-        has_several: whether an image may have several labels.
-        parts: name of each image's part, [N].
-        labels: int64 [N].
-        groups: group of each image in the table; '' for an image without a group.
-        unreadable: reason why `read` could not read an image, by image number.
-    """
+    """The images of all parts, numbered in their order; `class_names` has a name for each label or set of labels."""
 
     def __init__(self, datasets: DatasetPair) -> None:
         self._sets = datasets.parts
         self._starts = np.cumsum([0, *map(len, self._sets.values())])
         self.class_names, self.num_classes = datasets.label_names, len(datasets.class_names)
-        self.has_several = datasets.sets is not None
-        self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])
-        self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])
-        self.unreadable: dict[int, str] = {}
-        self.groups = [group for set_ in self._sets.values() for group in _groups(set_)]
+        self.has_several = datasets.sets is not None  # whether an image may have several labels
+        self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])  # [N]
+        self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])  # int64 [N]
+        self.unreadable: dict[int, str] = {}  # why `read` could not read an image, by image number
+        self.groups = [group for set_ in self._sets.values() for group in _groups(set_)]  # in the table; '' for none
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -172,12 +162,7 @@ def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogu
 
 
 def picture_features(pictures: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """Return the gray levels and mean color of each image, float32 [N, PICTURE_SIDE^2 + 3].
-
-    Args:
-        pictures: uint8 [N, SIDE, SIDE].
-        colours: float32 [N, 3], mean of each channel, 0 to 1.
-    """
+    """Return the gray levels and mean color of each image in `Catalogue.pictures`, float32 [N, PICTURE_SIDE^2 + 3]."""
     small = [
         nn.functional.adaptive_avg_pool2d(torch.from_numpy(part).float(), PICTURE_SIDE).flatten(1).numpy()
         for part in np.array_split(pictures, len(pictures) // 4096 + 1)

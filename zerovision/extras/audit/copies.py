@@ -57,15 +57,9 @@ class Copy(NamedTuple):
 
 
 def find_copies(pictures: np.ndarray) -> list[Copy]:
-    """Return the pairs of images that show the same scene with a confidence of `REPORTED` or more.
-
-    Blank images are skipped.
-
-    Args:
-        pictures: uint8 [N, SIDE, SIDE], the whole images in gray.
-    """
+    """Return the pairs of gray images, uint8 [N, SIDE, SIDE], of the same scene with at least `REPORTED` confidence."""
     images = torch.from_numpy(pictures)
-    seen = torch.cat([part.float().flatten(1).std(1) >= FLAT_LEVELS for part in images.split(4096)])
+    seen = torch.cat([part.float().flatten(1).std(1) >= FLAT_LEVELS for part in images.split(4096)])  # not blank
     numbers = seen.nonzero()[:, 0]
     images = images[seen]
     if len(images) < 2:
@@ -157,12 +151,10 @@ def _unit(images: torch.Tensor) -> torch.Tensor:
 
 
 def _looks(images: torch.Tensor) -> torch.Tensor:
-    """Return vectors [2, P, SIDE^2] of pictures and of their details, which are pixels minus the mean around them.
-
-    The square roots of the details are used; otherwise, a few strong edges, such as a frame, would dominate.
-    """
+    """Return vectors [2, P, SIDE^2] of pictures and of their details, which are pixels minus the mean around them."""
     pictures = images.float()
     details = pictures - F.avg_pool2d(pictures, DETAIL_SIDE, 1, DETAIL_SIDE // 2, count_include_pad=False)
+    # Without the square roots, a few strong edges, such as a frame, would dominate the details.
     return torch.stack([_unit(pictures), _unit(details.sign() * details.abs().sqrt())])
 
 
@@ -233,14 +225,9 @@ def _fit(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move the windows with Adam to where the pictures differ least; return the windows and the smallest differences.
 
-    Args:
-        images: uint8 [N, SIDE, SIDE].
-        pairs: the candidates.
-        places: int64 [P], positions of the pairs to fit.
-        boxes: float32 [P, 4], left, upper, right and lower edge of each window, in -1 to 1. Each edge moves
-            independently; otherwise, the center of a window that covers the whole image could not move before its
-            size changes.
-        steps: number of Adam steps.
+    `boxes` are the left, upper, right and lower edges of the windows, float32 [P, 4] in -1 to 1, for the pairs at
+    `places`, int64 [P]. Each edge moves independently; otherwise, the center of a window that covers the whole image
+    could not move before its size changes.
     """
     whole = _whole(images, pairs, places)
     wanted = _unit(images[pairs.other[places]])

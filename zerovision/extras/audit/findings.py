@@ -28,21 +28,13 @@ APPLIED = 0.9  # confidence from which two images are the same; below it, they m
 
 
 class Finding(NamedTuple):
-    """Something odd about an image.
+    """Something odd about an image."""
 
-    Attributes:
-        kind: a key of `KINDS`.
-        image: number of the image.
-        reason: reason for the finding, on one line.
-        confidence: confidence in the finding, 0 to 1.
-        other: number of the image that `image` is a copy of, or -1.
-    """
-
-    kind: str
-    image: int
-    reason: str
-    confidence: float
-    other: int = -1
+    kind: str  # a key of `KINDS`
+    image: int  # number of the image
+    reason: str  # on one line
+    confidence: float  # 0 to 1
+    other: int = -1  # number of the image that `image` is a copy of, or -1
 
 
 class Fix(NamedTuple):
@@ -62,11 +54,7 @@ class Fix(NamedTuple):
 
 
 def equal_files(digests: np.ndarray) -> list[Copy]:
-    """Return each file that equals an earlier file byte for byte, paired with the first identical file.
-
-    Args:
-        digests: see `first_of_equal`.
-    """
+    """Return each file that equals an earlier one byte for byte, paired with the first; see `first_of_equal`."""
     order, firsts = first_of_equal(digests)
     pairs = zip(firsts.tolist(), order.tolist(), strict=True)
     return [Copy(one, other, is_mirrored=False, difference=0.0) for one, other in pairs if one != other]
@@ -115,13 +103,8 @@ def _surest(copies: Iterable[Copy]) -> dict[int, float]:
 def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[int]) -> list[tuple[int, Fix]]:
     """Return fixes, by image number, that group the images of each scene, so that they are never divided among parts.
 
-    Test images are not grouped, because the test part does not change. Scenes whose images already have different
-    groups are not grouped either.
-
-    Args:
-        catalogue: the images.
-        copies: pairs of copies.
-        gone: numbers of the images that are dropped.
+    Test images are not grouped, because the test part does not change, nor are dropped images (`gone`). Scenes whose
+    images already have different groups are not grouped either.
     """
     sure, offers = _surest(copies), []
     for scene in groups_of(copies):
@@ -137,15 +120,10 @@ def scene_groups(catalogue: Catalogue, copies: Sequence[Copy], gone: Container[i
 def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int, Fix]) -> list[tuple[int, Fix]]:
     """Return fixes for copies, by image number, so that each group of copies has one label and is in one part.
 
-    The test part does not change. If a group is in both training and validation, its training images are dropped;
-    if they are in the majority, its validation images become training images instead. If the labels
-    contradict each other, the majority's label is kept; without a majority, all copies outside the test part are
-    dropped. Copies in one part with one label are harmless and stay, as do pairs with a confidence below `APPLIED`.
-
-    Args:
-        catalogue: the images.
-        copies: pairs of copies.
-        labels: fixes of single labels, which are applied first.
+    The test part does not change. If a group is in both training and validation, its training images are dropped; if
+    they are in the majority, its validation images become training images instead. If the labels, after the fixes in
+    `labels`, contradict each other, the majority's label is kept; without a majority, all copies outside the test part
+    are dropped. Copies in one part with one label are harmless and stay, as do pairs with a confidence below `APPLIED`.
     """
     copies = [copy for copy in copies if copy.confidence >= APPLIED]
     sure, fixes = _surest(copies), []
@@ -190,15 +168,7 @@ def _into_one_part(catalogue: Catalogue, group: Sequence[int], sure: Mapping[int
 def label_findings(
     catalogue: Catalogue, doubts: LabelDoubts, numbers: np.ndarray
 ) -> tuple[list[Finding], dict[int, Fix]]:
-    """Return the labels that are probably wrong, and fixes for those outside the test part.
-
-    An image is relabeled if the suggested label is probable enough; otherwise, it is dropped.
-
-    Args:
-        catalogue: the images.
-        doubts: doubts about some of the images.
-        numbers: int64 [N], numbers of the images in `doubts`.
-    """
+    """Return the labels of the images `numbers` that are probably wrong, and fixes for those outside the test part."""
     findings, fixes = [], {}
     for place in np.flatnonzero(doubts.probability >= SUSPECTED).tolist():
         number = int(numbers[place])

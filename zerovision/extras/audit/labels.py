@@ -24,32 +24,19 @@ OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # times the distance within which 99 % of 
 
 
 class LabelDoubts(NamedTuple):
-    """A classifier's doubts about labels that it was not trained on.
+    """A classifier's doubts about labels that it was not trained on."""
 
-    Attributes:
-        probability: float64 [N], probability that the given label is wrong; 0 for an image that was left out.
-        suggested: int64 [N], the most probable other label.
-        certainty: float64 [N], the probability of `suggested`.
-        accuracy: share of the given labels that the classifier predicts.
-    """
-
-    probability: np.ndarray
-    suggested: np.ndarray
-    certainty: np.ndarray
-    accuracy: float
+    probability: np.ndarray  # float64 [N], that the given label is wrong; 0 for an image that was left out
+    suggested: np.ndarray  # int64 [N], the most probable other label
+    certainty: np.ndarray  # float64 [N], the probability of `suggested`
+    accuracy: float  # share of the given labels that the classifier predicts
 
 
 def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, learned: np.ndarray) -> LabelDoubts | None:
     """Return the probability that each label is wrong; None unless two or more classes have `FOLDS` images each.
 
-    Images of smaller classes are left out.
-
-    Args:
-        features: float32 [N, F].
-        labels: int64 [N], as given.
-        num_classes: number of classes.
-        learned: float64 [N, num_classes], a network's predictions for its own training images, NaN for other images;
-            see `mean_probabilities`.
+    Images of smaller classes are left out. `features` are float32 [N, F], and `labels` int64 [N]. `learned`, float64
+    [N, num_classes], are a network's predictions for its own training images, NaN for others; see `mean_probabilities`.
     """
     used = np.flatnonzero(np.bincount(labels, minlength=num_classes)[labels] >= FOLDS)
     classes = np.unique(labels[used])
@@ -77,11 +64,8 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
 def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return, for each image, the mean prediction of two classifiers that were not trained on it, float64 [N, K].
 
-    The classifiers are logistic regression and nearest neighbors, each trained on four fifths of the images.
-
-    Args:
-        features: float32 [N, F].
-        labels: int64 [N], 0 to K - 1, each at least `FOLDS` times.
+    Logistic regression and nearest neighbors are each trained on four fifths of the images, whose features are float32
+    [N, F] and labels int64 [N], 0 to K - 1, each at least `FOLDS` times.
     """
     features = StandardScaler().fit_transform(features)
     if min(features.shape) > MOST_FEATURES:
@@ -104,13 +88,10 @@ def wrong_label_probabilities(
 
     The given label g of an image of the true class k is modeled as drawn from row k of a matrix Q, which is estimated
     together with the true classes by expectation maximization (Dawid & Skene 1979, https://doi.org/10.2307/2346806,
-    with one observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. A class whose labels are seldom wrong
-    needs more evidence than a class that is often confused. The temperature is the value in `TEMPERATURES` that makes
-    the given labels most likely.
-
-    Args:
-        probabilities: float64 [N, K], P(k | image), from a classifier that was not trained on the image.
-        labels: int64 [N], the given labels.
+    with one observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. P(k | image), float64 [N, K], must be
+    from a classifier that was not trained on the image. A class whose labels are seldom wrong needs more evidence than
+    a class that is often confused. The temperature is the value in `TEMPERATURES` that makes the given labels, int64
+    [N], most likely.
     """
     count, classes = probabilities.shape
     given = np.eye(classes)[labels]

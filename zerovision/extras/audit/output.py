@@ -36,17 +36,10 @@ def check_output(folder: Path) -> None:
 def write_audit(
     folder: Path, facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, catalogue: Catalogue
 ) -> None:
-    """Write all files of an audit; if this fails, the folder is not changed.
+    """Write all files of an audit, replacing those of an earlier one; if this fails, the folder is not changed.
 
-    Args:
-        folder: folder to write to; the files of an earlier audit are replaced.
-        facts: facts about the data to show on the page: `data`, `run`, `small_classes`, `notes`.
-        findings: the findings, with the most certain findings of each kind first.
-        fixes: the fixes, by image number.
-        catalogue: the images.
-
-    Raises:
-        UserError: if the folder contains anything but an audit, or cannot be written to.
+    `facts` has `data`, `run`, `small_classes` and `notes`; the most certain findings of each kind come first. A
+    UserError is raised if the folder contains anything but an audit, or cannot be written to.
     """
     check_output(folder)
     listed = [
@@ -96,11 +89,7 @@ def _into_one_part(numbers: Sequence[int], groups: list[str], parts: list[str], 
 
 
 def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
-    """Return the fixes in a file, which may have been edited since it was written.
-
-    Raises:
-        UserError: if the file cannot be read, or if a line does not match the data or the format of `write_audit`.
-    """
+    """Return the fixes in a file, which may have been edited, or raise a UserError if they do not match the data."""
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
     if len(numbers) < len(catalogue):
         raise UserError(f"--fixes {path}: several lines of the data name the same file: change {FIXED} itself.")
