@@ -107,20 +107,13 @@ def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
 
 
 def create(part: Description, *, pretrained: bool = False, rates: Mapping[str, float] = {}) -> nn.Module:
-    """Build a network with the described head, as `timm.create_model` would.
+    """Build a network with the described head, as `timm.create_model` would, or raise a UserError.
 
-    Networks with a fixed input size (vision transformers and the like) are built for the described image size.
-
-    Args:
-        part: description of the network; weights for other channels are adapted with timm's `adapt_input_conv`.
-        pretrained: whether to load the hub's weights.
-        rates: values of timm's `drop_rate` and `drop_path_rate`; by default, the network's own. `drop_rate` applies
-            to the classifier's input and the network's other dropout layers. `drop_path_rate` is the probability of
-            skipping the last residual block for an image; it decreases linearly toward the first block (Huang et al.
-            2016, https://arxiv.org/abs/1603.09382).
-
-    Raises:
-        UserError: for an unknown name or tag, or if the pretrained weights are not available.
+    Networks with a fixed input size (vision transformers and the like) are built for the described image size, and
+    pretrained weights are adapted to the described channels with timm's `adapt_input_conv`. By default, `rates` are the
+    network's own. timm's `drop_rate` applies to the classifier's input and the other dropout layers. `drop_path_rate`
+    is the probability of skipping the last residual block for an image; it decreases linearly toward the first block
+    (Huang et al. 2016, https://arxiv.org/abs/1603.09382).
     """
     check_timm_name(timm_name := _registered(part))
     options = _options(part)

@@ -103,31 +103,18 @@ def run(settings: EvaluateSettings) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Model, data and settings of an evaluation, which are the same on every rank.
+    """Model, data and settings of an evaluation, which are the same on every rank."""
 
-    Attributes:
-        module: the network, on the rank's device, in evaluation mode.
-        metadata: metadata of the network's weights.
-        data: the images, and the model's index for each class of the data.
-        world: the ranks among which the images are divided.
-        settings: the user's settings.
-        precision: precision of the forward passes.
-        views: views of each image; the mean probabilities over the views are also scored.
-        keeps_probabilities: see `SampleRecorder`.
-        calibrator: object that collects the logits of images that the model was not trained on; None to keep no logits.
-        folder: folder for the evaluation files; None to write no files.
-    """
-
-    module: nn.Module
-    metadata: dict[str, Any]
+    module: nn.Module  # on the rank's device, in evaluation mode
+    metadata: dict[str, Any]  # of the network's weights
     data: EvaluationData
-    world: World
+    world: World  # the ranks among which the images are divided
     settings: EvaluateSettings
-    precision: str
-    views: Views
-    keeps_probabilities: bool
-    calibrator: Calibrator | None
-    folder: Path | None
+    precision: str  # of the forward passes
+    views: Views  # of each image; the mean probabilities over several views are also scored
+    keeps_probabilities: bool  # see `SampleRecorder`
+    calibrator: Calibrator | None  # collects the logits of images that the model was not trained on
+    folder: Path | None  # for the evaluation files; None to write no files
 
 
 def _prepare(
@@ -177,19 +164,11 @@ def _judge(evaluation: Evaluation, *, verbose: bool) -> dict[str, Any]:
 
 
 def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | None, Scores | None]:
-    """Return the exact scores, counting each image once and scoring training images separately; a collective operation.
+    """Return the exact scores of unseen images, of these in several views, and of training images; a collective.
 
-    Args:
-        evaluation: model, data and settings of the evaluation.
-        verbose: whether to show a progress bar on a terminal.
-
-    Returns:
-        The scores of the images that the model was not trained on, or of all images if it was trained on all; the
-            scores of the same images from mean probabilities over several views, or None for a single view; the scores
-            of the images that the model was trained on, or None if no such images are known.
-
-    Raises:
-        UserError: on all ranks, if the number of unreadable images exceeds the number that may be skipped.
+    Each image is counted once. If the model was trained on all images, the first scores are of all. The second are of
+    the mean probabilities, and None for a single view; the third are None if no training images are known. A UserError
+    is raised on all ranks if more images are unreadable than may be skipped.
     """
     data, world, views = evaluation.data, evaluation.world, evaluation.views
     dataset, device = data.datasets.val, world.device

@@ -52,28 +52,17 @@ class Calibrator:
         self._batches: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:
-        """Add one batch; see `SampleRecorder.add`.
-
-        Raises:
-            UserError: if there are more logits than a rank may keep.
-        """
+        """Add one batch as in `SampleRecorder.add`, or raise a UserError for more logits than a rank may keep."""
         self._batches.append((logits.float(), labels, weights, indices))
         if 4 * logits.numel() * len(self._batches) > MOST_PROBABILITY_BYTES:
             file = calibration_file(self._weights)
             raise UserError(f"--reject and '{file}' keep all images' logits, which are too many here: use more ranks.")
 
     def finish(self, before: Scores, data: str, split: str, num_classes: int, world: World) -> dict[str, Any]:
-        """Write the calibration if it is new, and return its `rejection_scores`; a collective operation.
+        """Write the calibration if it is new, and return its `rejection_scores`; a collective.
 
-        Args:
-            before: the scores of the uncalibrated probabilities.
-            data: name of the data.
-            split: evaluated part of the data, such as "val".
-            num_classes: number of classes.
-            world: the ranks that took part in the evaluation.
-
-        Raises:
-            UserError: on all ranks, if there are no images, or if no threshold reaches the requested accuracy.
+        `before` are the scores of the uncalibrated probabilities. A UserError is raised on all ranks if there are no
+        images, or if no threshold reaches the requested accuracy.
         """
         known, recorder = self._known, OneLabel(num_classes).recorder()
         temperature = known.temperature if known else _fit_temperature(self._batches, world)

@@ -57,10 +57,8 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
 
     Image files are copied byte for byte; images in memory become PNG files. Training images are shuffled for
     `--order shards`; this affects nothing else, because a data set is sorted when it is loaded. Every tar file is read
-    back and compared with the packed images; the folder receives its final name only if everything matches.
-
-    Raises:
-        UserError: if the folder exists and is not empty, the data cannot be packed, or an image cannot be read.
+    back and compared with the packed images; the folder receives its final name only if everything matches. Otherwise,
+    or if the folder or the data cannot be used, a UserError is raised.
     """
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"OUT '{output}' exists and is not an empty folder: use a new one.")

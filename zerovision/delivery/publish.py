@@ -197,12 +197,9 @@ def run(settings: PublishSettings) -> int:
 
 
 def publish(settings: PublishSettings) -> Iterator[str]:
-    """Upload a model to the hub in one commit, and yield the lines to print.
+    """Upload a model to the hub in one commit, and yield the lines to print, or raise a UserError.
 
     The hub's client reads the token from HF_TOKEN, or from the file in which `hf auth login` stored the token.
-
-    Raises:
-        UserError: if the repository's name is invalid, the run has no model card, or the upload fails.
     """
     repository, dry_run = settings.repository, settings.dry_run
     check_repository(repository)

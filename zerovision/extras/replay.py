@@ -104,11 +104,7 @@ def run(settings: ReplaySettings) -> int:
 
 @preserved_process()
 def replay(run: Path, number: int) -> WatchedStep:
-    """Repeat step `number` (counted from 1) of a run; the replay writes only to a temporary folder.
-
-    Raises:
-        UserError: if the run has no such step, data or configuration is missing, or the ranks trained independently.
-    """
+    """Repeat step `number` (counted from 1) of a run, or raise a UserError; write only to a temporary folder."""
     config, facts = read_run_config(run), read_json(run / ENVIRONMENT)
     if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
         raise UserError(f"'{run / ENVIRONMENT}' is damaged: no number '{missing[0]}'. Restore it.")

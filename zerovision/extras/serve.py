@@ -53,11 +53,7 @@ class Server(ThreadedWSGIServer):
     """Serves the page at `GET /` and the labels of an uploaded image, as JSON, at `POST /predict`; nothing else."""
 
     def __init__(self, predictor: Predictor, host: str, port: int) -> None:
-        """Start listening for connections.
-
-        Raises:
-            UserError: if the server cannot listen on this host and port.
-        """
+        """Start listening for connections, or raise a UserError if the server cannot listen on this host and port."""
         self.predictor = predictor
         self.one_at_a_time = threading.Lock()
         self.free_connections = threading.Semaphore(MOST_CONNECTIONS)

@@ -98,11 +98,7 @@ class RunningSweep:
     _places: list[Place] = field(default_factory=list)
 
     def run(self) -> Iterator[SweepTrial]:
-        """Train the remaining trials, and yield each trial when it reaches a rung.
-
-        Raises:
-            UserError: see `_places`; also if the sweep's folder cannot be written.
-        """
+        """Train the remaining trials, and yield each trial when it reaches a rung, or raise a UserError."""
         found = _places(self.ranks, self.sweep)
         self._places, places = [*found], SimpleQueue[Place | None]()
         for place in found:
@@ -316,11 +312,7 @@ def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
 
 
 def _places(ranks: int, sweep: SweepSettings) -> list[Place]:
-    """Return places with `ranks` ranks: `jobs` on this machine, or as many as the slots in the hostfile allow.
-
-    Raises:
-        UserError: if there are too few GPUs, or for an invalid hostfile or a machine with too few slots for a trial.
-    """
+    """Return places of `ranks` ranks: `jobs` here, or as many as the hostfile's slots allow, or raise a UserError."""
     if sweep.hostfile:
         return [
             _on_gpus(range(job * ranks, (job + 1) * ranks), host)

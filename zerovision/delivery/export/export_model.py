@@ -63,12 +63,7 @@ def run(settings: ExportSettings) -> int:
 
 
 def export_model(settings: ExportSettings) -> Exported:
-    """Export a model; files receive their final names only after the check.
-
-    Raises:
-        UserError: for a mistake in the settings, or for a disk error.
-        ExportRefused: if the file's results differ from the model's.
-    """
+    """Export a model, or raise a UserError or ExportRefused; files receive their final names only after the check."""
     chosen = check_choice(settings.format, settings.precision, with_preprocessing=settings.with_preprocessing)
     limit_threads()
     model = find_model(settings.model)

@@ -76,16 +76,9 @@ class Frame(NamedTuple):
 
 
 def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | None:
-    """Lay out a chart.
+    """Lay out a chart: return values for the template, and `data` for report.js; None if no line has a finite point.
 
-    Args:
-        key: key of the chart, unique on the page.
-        title: title of a few words, including the unit.
-        lines: lines to draw; lines without a finite point are left out.
-        frame: caption, axes and marks of the chart.
-
-    Returns:
-        The values for the template, and `data` for report.js; None if no line has a finite point.
+    The key is unique on the page, and the title includes the unit. Lines without a finite point are left out.
     """
     columns = max(POINTS_PER_CHART // (2 * max(len(lines), 1)), 16)
     lines = [thin(line, columns) for line in lines if np.isfinite(line.y).any()]
@@ -122,11 +115,7 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
 
 
 def thin(line: Line, columns: int) -> Line:
-    """Keep only the lowest and highest point in each of `columns` columns of equal width, and both end points.
-
-    Returns:
-        The line, with NaN in place of non-finite values; a column without a finite value keeps one point.
-    """
+    """Keep only the lowest and highest point in each of `columns` equal columns, and both ends; NaN marks each gap."""
     x, y = line.x, np.where(np.isfinite(line.y), line.y, np.nan)
     if len(x) > 2 * columns:
         keep = {0, len(x) - 1}

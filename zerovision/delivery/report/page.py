@@ -91,15 +91,7 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
 
 
 def watch(folders: Sequence[Path], output: Path) -> None:
-    """Write the page now and whenever the runs' files change, until all runs end or Ctrl-C is pressed.
-
-    Args:
-        folders: the runs' folders.
-        output: the HTML file.
-
-    Raises:
-        UserError: see `write_report`.
-    """
+    """Write the page now and whenever the runs' files change, until all runs end or Ctrl-C; see `write_report`."""
     seen, unchanged, start = _signature(folders), 0, time.perf_counter()
     is_running = write_report(folders, output, is_watched=True)
     if not is_running:
@@ -210,11 +202,7 @@ class Judged(NamedTuple):
 
 
 def compare(folders: Sequence[Path]) -> list[str]:
-    """Return a sentence for each run after the first that says whether it differs significantly from the first run.
-
-    Raises:
-        UserError: if the scores of a run are damaged.
-    """
+    """Return a sentence that compares each later run with the first, or raise a UserError if scores are damaged."""
     if len(folders) < 2:
         return []
     names, judged = [clip(name) for name in names_of(folders)], [_read_judged(folder) for folder in folders]

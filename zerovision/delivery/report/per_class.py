@@ -45,10 +45,8 @@ def class_table(scores: Mapping[str, Any]) -> dict[str, Any]:
 def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> dict[str, Any]:
     """Return the most frequent mistakes, and the confusion matrix if it is requested and small enough.
 
-    Returns:
-        `names` of the classes; `matrix`, which is empty or has a row for each true class with (images, shade from 0 to
-        `SHADES`) for each predicted class; `pairs` of (true class, predicted class, images, share of the true class);
-        the number of pairs that are `left_out`; the number of `misclassified` images.
+    `pairs` are (true class, predicted class, images, share of the true class). `matrix` is empty or has a row for each
+    true class with (images, shade from 0 to `SHADES`) for each predicted class; `misclassified` is a number of images.
     """
     names = [clip(str(one["name"])) for one in scores["classes"]]
     support = [one["support"] for one in scores["classes"]]

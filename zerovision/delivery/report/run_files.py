@@ -41,19 +41,12 @@ EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
 @dataclass
 class Process:
-    """One start of a run.
+    """One start of a run; its `logged_seconds` include the evaluations and saves between the logged intervals."""
 
-    Attributes:
-        logged_seconds: seconds of each span in the logged intervals, and of evaluations and saves between intervals.
-        end: the `end` line; None if the process did not log one.
-        gap_seconds: seconds from the last line of the previous process to the first line of this process.
-        follows_failure: whether the previous process has no `end` line.
-    """
-
-    logged_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    end: dict[str, Any] | None = None
-    gap_seconds: float = 0.0
-    follows_failure: bool = False
+    logged_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of each span
+    end: dict[str, Any] | None = None  # the `end` line; None if the process did not log one
+    gap_seconds: float = 0.0  # from the last line of the previous process to the first line of this process
+    follows_failure: bool = False  # whether the previous process has no `end` line
 
     def spans(self) -> dict[str, float]:
         """Return the seconds of each span, taken from the `end` line if the process logged one."""
@@ -90,11 +83,7 @@ class History:
         self._gap_seconds: float | None = None  # before a start that has logged only `resume`
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add the next line; unknown kinds are ignored.
-
-        Raises:
-            KeyError, TypeError, ValueError: if a value is missing, or is not a number.
-        """
+        """Add the next line, ignoring unknown kinds; `read_history` catches what a missing or wrong value raises."""
         when, kind = float(line["time"]), line["kind"]
         if self._gap_seconds is not None and kind in ("step", "epoch", "end"):
             self._start_process(self._gap_seconds)

@@ -62,10 +62,9 @@ def run(settings: AuditSettings) -> int:
 
 
 def audit(settings: AuditSettings) -> dict[str, Any]:
-    """Audit a data set, write the files, print a summary, and return the contents of audit.json without the findings.
+    """Audit a data set, write the files, print a summary, and return the facts in audit.json, or raise a UserError.
 
-    Raises:
-        UserError: for a mistake in the arguments, data that cannot be loaded, or files that cannot be written.
+    With `--fixes`, only apply them, and return the number of images kept and of fixes.
     """
     data, run = settings.data, settings.run
     place = os.path.basename(os.path.abspath(os.path.expanduser(data)))

@@ -74,10 +74,7 @@ class Catalogue:
     def read(self, preprocessing: Preprocessing | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
         """Yield, for each batch, the numbers of its images, the batch, and whether each image could be read, bool [B].
 
-        A terminal shows one progress bar per part.
-
-        Args:
-            preprocessing: see `DatasetPair.preprocessing`; by default, whole images at `SIDE` x `SIDE` pixels.
+        By default, images are whole, at `SIDE` x `SIDE` pixels. A terminal shows one progress bar per part.
         """
         console = open_console(stderr=True)
         is_silent = not console.is_terminal
@@ -101,11 +98,10 @@ class Catalogue:
                     yield numbers, batch, is_read
 
     def pictures(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read all images once.
+        """Read all images once; return their gray pictures, mean colors and digests.
 
-        Returns:
-            Gray pictures, uint8 [N, SIDE, SIDE], 0 for unreadable images; mean colors, float32 [N, 3]; digests of the
-                files, int64 [N], `UNKNOWN` for images in memory.
+        The pictures are uint8 [N, SIDE, SIDE], and the colors float32 [N, 3], 0 to 1; both are 0 for unreadable images.
+        The digests of the files, int64 [N], are `UNKNOWN` for these and for images in memory.
         """
         pictures = np.zeros((len(self), SIDE, SIDE), dtype=np.uint8)
         colours, digests = np.zeros((len(self), 3), dtype=np.float32), np.full(len(self), UNKNOWN)
@@ -138,11 +134,6 @@ def embeddings(network: nn.Module, metadata: dict[str, Any], catalogue: Catalogu
     """Return the classifier's input for each image, float32 [N, F]; zeros for unreadable images.
 
     For a network that does not have exactly one classifier, such as an ensemble, return the network's output.
-
-    Args:
-        network: network returned by `zerovision.training.checkpoint.weights.load_model`.
-        metadata: metadata of the network.
-        catalogue: the images.
     """
     heads = as_names(getattr(network, "default_cfg", {}).get("classifier"))
     kept: list[torch.Tensor] = []

@@ -36,19 +36,12 @@ CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # with more than two cells, an image is
 
 
 class Copy(NamedTuple):
-    """Two images that show the same scene.
+    """Two images that show the same scene."""
 
-    Attributes:
-        one: position of the first image.
-        other: position of the second image, larger than `one`.
-        is_mirrored: whether one is the mirror image of the other.
-        difference: 1 - the correlation of the aligned images or of their details, relative to its limit.
-    """
-
-    one: int
-    other: int
-    is_mirrored: bool
-    difference: float
+    one: int  # position of the first image
+    other: int  # position of the second image, larger than `one`
+    is_mirrored: bool  # whether one is the mirror image of the other
+    difference: float  # 1 - the correlation of the aligned images or of their details, relative to its limit
 
     @property
     def confidence(self) -> float:

@@ -38,19 +38,12 @@ class Finding(NamedTuple):
 
 
 class Fix(NamedTuple):
-    """What to do with an image.
+    """What to do with an image."""
 
-    Attributes:
-        action: `DROP`, `RELABEL`, `MOVE` or `GROUP`.
-        new: the new label, part or group; empty for `DROP`.
-        confidence: confidence in the fix, 0 to 1.
-        reason: reason for the fix, on one line.
-    """
-
-    action: str
-    new: str
-    confidence: float
-    reason: str
+    action: str  # `DROP`, `RELABEL`, `MOVE` or `GROUP`
+    new: str  # the new label, part or group; empty for `DROP`
+    confidence: float  # 0 to 1
+    reason: str  # on one line
 
 
 def equal_files(digests: np.ndarray) -> list[Copy]:

@@ -115,11 +115,7 @@ def wrong_label_probabilities(
 
 
 def outliers(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of images far from all others, and each distance in multiples of the limit, farthest first.
-
-    Args:
-        features: float32 [N, F].
-    """
+    """Return the positions of outliers in float32 [N, F], and their distances relative to the limit, farthest first."""
     if len(features) <= OUTLIER_RANK + 1:
         return np.empty(0, dtype=np.int64), np.empty(0)
     features = StandardScaler().fit_transform(features)
