@@ -11,19 +11,12 @@ from zerovision.training.config.command_line import run_script
 
 
 class Command(NamedTuple):
-    """One entry of `COMMANDS`; the functions are imported when they are used.
+    """One entry of `COMMANDS`; the functions are imported when they are used."""
 
-    Attributes:
-        read: name of the function that turns the command line into settings.
-        act: name of the function that acts on the settings and returns the exit code.
-        writes_product: see `run_script`.
-        may_have_ranks: whether a launcher may start the command once per rank.
-    """
-
-    read: str
-    act: str
-    writes_product: bool = False
-    may_have_ranks: bool = False
+    read: str  # import path of the function that turns the command line into settings
+    act: str  # import path of the function that acts on the settings and returns the exit code
+    writes_product: bool = False  # see `run_script`
+    may_have_ranks: bool = False  # whether a launcher may start the command once per rank
 
     def parse(self, words: list[str]) -> Any:
         """Return the settings of a command line."""

@@ -47,12 +47,7 @@ class TrainSettings:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> TrainSettings:
-        """Read the command line.
-
-        Raises:
-            UserError: for anything that cannot be parsed.
-            SystemExit: after `--help`.
-        """
+        """Read the command line, or raise a UserError; exit after `--help`."""
         parser = OneLineParser("train", inspect.getdoc(cls))
         parser.add_argument("data", metavar="DATA", help="Data to train on: any value of --data.")
         parser.add_choice("--effort", EFFORTS, default="", help="How much time to spend; default: minutes.")
@@ -94,9 +89,7 @@ def run(settings: TrainSettings) -> int:
 def outcome(folder: RunFolder, *, has_numbers: bool) -> list[str]:
     """Return the scores of a run's model, its weakest class, and the next commands.
 
-    Args:
-        folder: the run's folder.
-        has_numbers: whether the run's images are not 8-bit, so that no export can contain their preprocessing.
+    If the images are not 8-bit (`has_numbers`), no export can contain their preprocessing.
     """
     from zerovision.delivery.intervals import interval_of
     from zerovision.delivery.trained_model import find_run

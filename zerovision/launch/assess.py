@@ -30,22 +30,13 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the doctor's table.
+    """One line of the doctor's table."""
 
-    Attributes:
-        check: what was examined, in a few words.
-        verdict: "wrong" if the finding prevents training or falsifies its results, "warning" if it slows training down
-            or may end it, otherwise "ok".
-        found: what was found, in one line.
-        cure: what to do about it, in one line; '' if there is nothing to do.
-        host: the machine; '' if the line is about all machines or none in particular.
-    """
-
-    check: str
-    verdict: Verdict
-    found: str
-    cure: str = ""
-    host: str = ""
+    check: str  # what was examined, in a few words
+    verdict: Verdict  # "wrong" prevents training or falsifies its results; "warning" slows it down or may end it
+    found: str  # in one line
+    cure: str = ""  # what to do about it, in one line
+    host: str = ""  # '' if the line is about all machines or none in particular
 
 
 def join_hosts(rows: Iterable[Row]) -> list[Row]:

@@ -63,14 +63,7 @@ class ClusterRun:
     """One start of the ranks on all nodes, from the first connection to the last."""
 
     def __init__(self, plan: Plan, nodes: Nodes, received: list[int], hosts: Hosts) -> None:
-        """Prepare a start.
-
-        Args:
-            plan: the plan of the launch.
-            nodes: the agents of the launch.
-            received: list to which the signal handlers append received signals.
-            hosts: what the launch remembers about its hosts.
-        """
+        """Prepare a start; signal handlers append received signals to `received`."""
         self._plan, self._nodes, self._received, self._hosts = plan, nodes, received, hosts
         self._taking_part: list[Node] = []
         self._first_reason = ""  # why the first lost node was lost
@@ -80,12 +73,7 @@ class ClusterRun:
         self._deadline = math.inf
 
     def run(self, restart: int, resuming: list[str]) -> Started:
-        """Start the ranks; return when no rank is running on any reachable node.
-
-        Args:
-            restart: number of restarts so far.
-            resuming: flags that make the training entry point resume its run.
-        """
+        """Start the ranks (see `start_until_done`); return when no rank is running on any reachable node."""
         try:
             doubtful, self._hosts.doubtful = self._hosts.doubtful, set()
             rendezvous = next_rendezvous(self._nodes, self._plan, self._received, doubtful, is_restart=restart > 0)
@@ -296,13 +284,9 @@ def preflight(plan: Plan, nodes: Nodes) -> int:
 def train(plan: Plan, nodes: Nodes, received: list[int]) -> Started:
     """Start the ranks on all nodes, and restart them after every failure; return how training ended.
 
-    SIGINT, SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1 are forwarded to the ranks of all nodes; a second SIGINT kills the
-    ranks. If this process is killed, the agents lose the connection and let the ranks save and stop.
-
-    Args:
-        plan: the plan of the launch.
-        nodes: the agents of the launch.
-        received: list to which the signal handlers append received signals.
+    SIGINT, SIGTERM, SIGHUP (as SIGTERM) and SIGUSR1, which handlers append to `received`, are forwarded to the ranks of
+    all nodes; a second SIGINT kills the ranks. If this process is killed, the agents lose the connection and let the
+    ranks save and stop.
     """
     hosts = Hosts()
     with contextlib.closing(nodes):

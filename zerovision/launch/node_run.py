@@ -70,18 +70,10 @@ class NodeRun:
         received: list[int],
         stop_timeout_s: float,
     ) -> None:
-        """Prepare a start.
-
-        Args:
-            launch: the launch's processes on this machine.
-            launcher: the process that starts the ranks; it keeps running for the next start of a launch on one machine.
-            folder: folder of the ranks' heartbeats.
-            received: list to which the signal handlers append received signals.
-            stop_timeout_s: number of seconds that the ranks have to save and exit after a signal.
-        """
+        """Prepare a start; signal handlers append received signals to `received`."""
         self.monitor = RankMonitor(launcher, folder)
         self._launch, self._launcher, self._folder, self._received = launch, launcher, folder, received
-        self._stop_timeout_s = stop_timeout_s
+        self._stop_timeout_s = stop_timeout_s  # for the ranks to save and exit after a signal
         self._sent = 0  # the signal sent to stop the ranks, or 0 if none
         self._deadline = math.inf  # when the ranks are killed
         self._oom_kills = 0  # number of processes that the kernel has killed to free memory
@@ -90,12 +82,7 @@ class NodeRun:
         self._is_abandoned = False
 
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:
-        """Start the ranks; return when all their processes have ended, including the launcher if no start can follow.
-
-        Args:
-            command: command of the launcher.
-            environment: environment of all processes.
-        """
+        """Start the ranks; return when all processes have ended, including the launcher if no start can follow."""
         child = self._launcher
         self._oom_kills = oom_kills()
         child.start(command, environment)

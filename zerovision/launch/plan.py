@@ -33,27 +33,16 @@ SECRET_SIGNS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch on one or several nodes.
-
-    Attributes:
-        given: the launcher's arguments.
-        arguments: arguments of the training entry point.
-        config: the configuration that these arguments describe.
-        hosts: names of the nodes, rank 0's first.
-        shell: how to reach the nodes: a key of `zerovision.launch.hosts.SHELLS`.
-        port: port on rank 0's node at which the ranks meet, or 0 for any free port.
-        folder: working directory of the ranks.
-        mark: mark that identifies this launch's processes on every machine.
-    """
+    """A launch on one or several nodes."""
 
     given: LaunchArguments
-    arguments: list[str]
-    config: TrainConfig
-    hosts: list[str]
-    shell: str
-    port: int
-    folder: str = field(default_factory=os.getcwd)
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    arguments: list[str]  # of the training entry point
+    config: TrainConfig  # that these arguments describe
+    hosts: list[str]  # names of the nodes, rank 0's first
+    shell: str  # how to reach the nodes: a key of `zerovision.launch.hosts.SHELLS`
+    port: int  # on rank 0's node, at which the ranks meet; 0 for any free port
+    folder: str = field(default_factory=os.getcwd)  # working directory of the ranks
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this launch's processes on every machine
 
     @cached_property
     def software(self) -> dict[str, str]:

@@ -58,11 +58,7 @@ class Job:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Job | None:
-        """Return the job that Slurm's environment variables describe; None outside a job.
-
-        Raises:
-            UserError: for a value that Slurm would not set.
-        """
+        """Return the job that Slurm's environment variables describe (None outside a job), or raise a UserError."""
         slurm_id = _number(environment, "SLURM_JOB_ID")
         if slurm_id is None:
             return None

@@ -164,11 +164,7 @@ def describe(facts: Any, choices: Choices, stages: Sequence[TrainConfig], ranks:
 
 
 def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
-    """Return the facts about the user's data and machine.
-
-    Raises:
-        UserError: for data that cannot be read.
-    """
+    """Return the facts about the user's data and machine, or raise a UserError if the data cannot be read."""
     config = TrainConfig(**{name: value for name, value in given.items() if name not in ("weights", "pretrained")})
     options = data_options(config)
     images = list_images(options)

@@ -99,14 +99,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the memory of one rank by plain arithmetic.
 
-    Args:
-        share: the rank's part of the network.
-        plan: how the state is distributed.
-        engine: 'torch' or 'deepspeed'.
-        optimizer_values: number of values kept per trained parameter: 2 for AdamW, plus 1 for each running average of
-            the weights.
-        accumulation_steps: number of micro-steps per update.
-        device: 'cpu' or 'cuda'; CPU ranks are assumed to be on one machine.
+    `engine` is 'torch' or 'deepspeed'; `device` is 'cpu', for ranks on one machine, or 'cuda'. `optimizer_values` are
+    kept per trained parameter: 2 for AdamW, plus 1 for each running average of the weights.
     """
     sizes, activations = share.sizes, share.activations
     ranks, accumulates = plan.shards * plan.replicas, accumulation_steps > 1

@@ -191,11 +191,7 @@ def job_of(given: PlanSettings) -> tuple[PlannedJob, str]:
 
 
 def plan(given: PlanSettings) -> int:
-    """Print the plan; return the exit code.
-
-    Raises:
-        UserError: for anything that cannot be planned, and if the job does not fit anywhere.
-    """
+    """Print the plan and return the exit code, or raise a UserError, also if the job does not fit anywhere."""
     job, assumed = job_of(given)
     chosen, rungs = recommend(job)
     step_s = None

@@ -70,11 +70,7 @@ class Workload:
         channels_last: bool,
         places: tuple[str, ...] = (),
     ) -> Activations:
-        """Return the activations of a micro-batch of this rank; see `zerovision.models.activations.activations`.
-
-        Raises:
-            UserError: if the network cannot be run without data.
-        """
+        """Return a micro-batch's activations on this rank, or raise a UserError if the network needs real images."""
         network = self.without_data(recomputes=checkpointing)
         shape = (batch_size, self.image_channels, *sides(self.image_size))
         try:

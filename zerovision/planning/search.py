@@ -170,12 +170,9 @@ def predicted_tensors(run: Run, configs: Sequence[TrainConfig]) -> list[int]:
 
 
 def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
-    """Return whether a configuration fits in a share of a GPU's memory; activations are counted only if the rest fits.
-
-    Raises:
-        UserError: see `evaluate`.
-    """
+    """Return whether a configuration fits in a share of a GPU's memory, or raise a UserError, as `evaluate` does."""
     most = share * job.machine.gpu.memory_bytes
+    # Activations, which take longer, are counted only if the rest fits.
     return all(evaluate(job, config, counts_activations=each).memory.peak <= most for each in (False, True))
 
 

@@ -141,14 +141,7 @@ def forward_all(
     batches: Loader,
     record: Callable[[Batch, torch.Tensor], None],
 ) -> int:
-    """Call `record` with each batch and the network's outputs; return the stop signal, or 0; a collective.
-
-    Args:
-        run: the run.
-        outputs_of: see `Engine.outputs`.
-        batches: this rank's batches.
-        record: function that takes a batch and its outputs.
-    """
+    """Pass batches and their outputs (see `Engine.outputs`) to `record`; return the stop signal, or 0; a collective."""
     waiting, stop_signal = SafeBatches(batches, len(batches), run), 0
     for batch, outputs in outputs_of(waiting):
         record(batch, outputs)

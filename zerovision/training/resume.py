@@ -89,11 +89,7 @@ def choose_checkpoint(run: Run) -> Run:
 
 
 def resumed(found: FoundCheckpoint, config: TrainConfig) -> Resumed:
-    """Return what a run takes from its checkpoint; this function alone reads and checks these values of a manifest.
-
-    Raises:
-        UserError: if the checkpoint has no valid preprocessing, global batch or, with `--batch-size auto`, batch size.
-    """
+    """Return what a run takes from its checkpoint, or raise a UserError; only this function reads these values."""
     manifest, path = found.manifest, found.path
     epochs, batch_size = (manifest.config.get(name) for name in ("epochs", "batch_size"))
     global_batch = manifest.identity.get(GLOBAL_BATCH)

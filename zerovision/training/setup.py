@@ -46,11 +46,7 @@ from zerovision.training.world.world import World
 
 
 def build(run: Run) -> Run:
-    """Build the parts of a run; a collective.
-
-    Raises:
-        UserError: on all ranks, for a mistake that any rank found.
-    """
+    """Build the parts of a run, or raise a UserError on all ranks; a collective."""
     for add in (_add_task, _add_step, _add_model, _add_engine):
         run = add(run)
     readers = {"train": run.readers.train, "val": run.readers.val}
@@ -157,14 +153,8 @@ def _tuned(run: Run) -> RunModel:
 
 
 def prepare(config: TrainConfig, world: World, start: Start) -> Run:
-    """Return a run that is prepared but not yet built; the cheapest checks come first.
-
-    This is a collective.
-
-    Raises:
-        UserError: on all ranks, for a mistake that any rank found.
-    """
-    agreed(lambda: check_audit(config, world), world)
+    """Return a run that is prepared but not yet built, or raise a UserError on all ranks; a collective."""
+    agreed(lambda: check_audit(config, world), world)  # the cheapest checks come first
     agreed(lambda: resolve_precision(config.precision, world.device), world)
     agreed(lambda: check_files(config), world)
     data = agreed(lambda: load_data(data_options(config)), world)

@@ -66,14 +66,9 @@ class TrialStopped(Exception):
 
 @contextmanager
 def trial(run: Run, name: str) -> Iterator[Run]:
-    """Build a run for a trial, and remove everything that it leaves behind; a collective.
+    """Build a run for a trial of the given run's settings, and remove everything that it leaves behind; a collective.
 
-    Args:
-        run: the run that the trial is for, with the settings to try.
-        name: name of the trial's folder, which is created inside the run's folder and removed at the end.
-
-    Raises:
-        TrialStopped: if the run received a stop signal.
+    The trial's folder has the given name inside the run's folder. A stop signal raises TrialStopped.
     """
     world, folder = run.world, RunFolder(run.folder.path / name, "trial")
     if run.start.stop.poll_now(world):

@@ -104,11 +104,7 @@ def read_words(words: Mapping[str, Any], label_of: Mapping[str, str]) -> dict[st
 
 
 def checked(name: str, label: str, value: Any) -> Any:
-    """Return a value converted to its field's type.
-
-    Raises:
-        UserError: if the value cannot be converted, or is out of range; the message begins with the label.
-    """
+    """Return a value as its field's type, or raise a UserError that begins with the label if it is not allowed."""
     field = FIELDS[name]
     with contextlib.suppress(ValueError):
         value = read_value(field, value)

@@ -102,11 +102,7 @@ class Audited:
     findings: Counter[int] = field(default_factory=Counter)  # by rank
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
-        """See `zerovision.training.engines.engine.Step`.
-
-        Raises:
-            RunEnded: on all ranks, if a rank computed wrong results too often.
-        """
+        """See `zerovision.training.engines.engine.Step`; raises RunEnded on all ranks if a rank is wrong too often."""
         audit, left = divmod(self.position() + 1, self.every)
         if left:
             return self.step(engine, given)

@@ -79,10 +79,7 @@ class NonFiniteGuard(Observer):
         """Undo the step if it was skipped; a collective for a skipped step.
 
         If the outcome is still on the device, the step is undone there without a sync, and the next `settle` counts and
-        logs the step.
-
-        Raises:
-            RunEnded: on all ranks, after too many consecutive skipped steps.
+        logs the step. Too many consecutive skipped steps raise RunEnded on all ranks.
         """
         step, applied = done.position + 1, done.applied
         if self._state.engine.group:  # the other groups receive it in `settle`

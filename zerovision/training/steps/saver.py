@@ -194,14 +194,9 @@ class Saver(Observer):
     def finish(self, *, is_stop: bool = False) -> None:
         """Wait for the running save, and retry with the current state while saves fail; a collective.
 
-        A signal ends the wait between attempts: one last attempt follows immediately, and a second signal skips it.
-
-        Args:
-            is_stop: whether the run was asked to stop, and should not wait long.
-
-        Raises:
-            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS` (`GIVE_UP_SECONDS_OF_STOP` if `is_stop`),
-                or if the last attempt after a signal fails.
+        A signal ends the wait between attempts: one last attempt follows immediately, and a second signal skips it. If
+        this attempt fails, or saves have failed for `GIVE_UP_SECONDS` (`GIVE_UP_SECONDS_OF_STOP` if the run was asked
+        to stop), RunEnded is raised on all ranks.
         """
         self.wait()
         if is_stop:

@@ -59,12 +59,7 @@ class Heartbeats(Observer):
 
 
 def watched(run: Run, identity: dict[str, Any]) -> tuple[Run, Saver]:
-    """Add the observers to a run, and return the run and its saver; a collective.
-
-    Args:
-        run: the built run.
-        identity: see `Manifest.identity`.
-    """
+    """Add the observers to a built run, and return the run and its saver (`identity`: see `Manifest`); a collective."""
     config, data, steps_per_epoch = run.config, run.data, run.plan.steps_per_epoch
     guard = guard_of(run, config.max_bad_steps)
     saver, observers = Saver(run, identity, guard), every_step(run, guard)

@@ -47,20 +47,12 @@ def _pairs(value: str) -> list[tuple[str, str]]:
 
 
 def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int]) -> list[float] | None:
-    """Return the weight of each class, with a mean of 1 over the training samples; None for "none".
+    """Return each class's weight, with a mean of 1 over the training samples (None for "none"), or raise a UserError.
 
     The mean of the weighted losses over a step's samples, which depends on no other step or rank, is therefore an
     unbiased estimate of PyTorch's weighted mean over the whole set: sum of weight x loss / sum of weights.
 
     With "balanced", a weight is computed as in scikit-learn: samples / (classes that occur x samples of the class).
-
-    Args:
-        value: value of `--class-weights`.
-        class_names: the name of each class.
-        counts: number of training samples per class.
-
-    Raises:
-        UserError: if a given name is not the name of a class in the data, or if all samples have weight 0.
     """
     if value == "none":
         return None

@@ -167,9 +167,7 @@ class ScoreSums:
 class SampleRecorder:
     """Keeps the scores of each sample of an evaluation on the device; nothing is read back before `gather`.
 
-    Args:
-        task: the task of the evaluation.
-        keeps_probabilities: whether to keep the probabilities of all classes, 4 bytes each, for the areas under curves.
+    With `keeps_probabilities`, it keeps the probabilities of all classes, 4 bytes each, for the areas under curves.
     """
 
     def __init__(self, task: OneLabel, *, keeps_probabilities: bool) -> None:

@@ -74,23 +74,18 @@ class GradientCache:
 def contrast(
     embeddings: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, temperature: float, classes: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the supervised contrastive loss L_out from the cosines between embeddings.
+    """Return losses, shares and gradient of the supervised contrastive loss L_out from the cosines between embeddings.
 
-    Source: Khosla et al. 2020 (https://arxiv.org/abs/2004.11362), equation 2. Anchors are processed in blocks, always
-    in the same order, so that only one block needs memory, and the bits depend only on the embeddings.
+    Source: Khosla et al. 2020 (https://arxiv.org/abs/2004.11362), equation 2. Anchors are processed in blocks of
+    `rows`, a divisor of N, always in the same order, so that only one block needs memory, and the bits depend only on
+    the embeddings.
 
-    Args:
-        embeddings: float32 [N, D], with arbitrary norms above 0.
-        labels: int64 [N].
-        weights: float32 [N]; images with weight 0 are neither anchors nor compared.
-        temperature: divisor of the cosines.
-        classes: number of classes.
-        rows: number of anchors in a block, a divisor of N.
+    The embeddings are float32 [N, D], with arbitrary norms above 0; the labels, int64 [N]; the weights, float32 [N].
+    Images with weight 0 are neither anchors nor compared.
 
-    Returns:
-        losses: float32 [N], 0 for an image that is the only image of its class.
-        shares: float32 [N, classes], similarity of each image to the other images of each class; rows add up to 1.
-        gradient: float32 [N, D], gradient of the weighted sum of losses with respect to the embeddings.
+    The losses, float32 [N], are 0 for an image that is the only image of its class. The shares, float32 [N, classes],
+    are each image's similarity to the other images of each class; rows add up to 1. The gradient, float32 [N, D], is
+    that of the weighted sum of losses with respect to the embeddings.
     """
     leaves = embeddings.detach().requires_grad_()
     one_hot, losses, shares = F.one_hot(labels, classes).float(), [], []

@@ -162,17 +162,9 @@ def distilled(teacher: Callable[[Batch], torch.Tensor], temperature: float, shar
 
 
 def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[Names]) -> list[int]:
-    """Return the index of the teacher's output for each class of the data.
+    """Return the index, among the teacher's `number` outputs, of each class of the data, or raise a UserError.
 
-    Args:
-        config: the run's configuration, which names the teacher and may name a file of its classes.
-        data: the run's data.
-        number: number of the teacher's outputs.
-        known: lists of names of the outputs; several lists if outputs have alternative names, none if names are
-            unknown.
-
-    Raises:
-        UserError: if a class has no known output, or if the file of classes cannot be read or does not fit the teacher.
+    `known` contains lists of the outputs' names: several if outputs have alternative names, none if names are unknown.
     """
     states = "--teacher-classes FILE, the class name of each of its outputs, one per line"
     if config.teacher_classes:
