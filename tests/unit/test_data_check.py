@@ -20,6 +20,7 @@ from tests.training.commands import read_metrics
 from zerovision.delivery.evaluate import evaluate
 from zerovision.delivery.evaluation_files import leave_files
 from zerovision.planning.data_check import check_data, equal_images, lines_of
+from zerovision.training.base.errors import UserError
 from zerovision.training.data import DataOptions, load_data
 from zerovision.training.data.image_list import (
     ListedImage,
@@ -218,6 +219,27 @@ def test_images_that_were_trained_on_are_scored_apart(tmp_path):
         assert scores["samples"] == total - among
     everything = evaluate(folder, moved, split="train", output=None)
     assert everything["trained_on"]["samples"] == everything["samples"] == len(now.train)  # all of them
+
+
+def test_images_that_were_all_trained_on_are_scored_like_others(tmp_path):
+    """Their views and rejected images, too; a file of weights alone does not tell which images were trained on."""
+    data = make_images(tmp_path / "d", 20)
+    train(data, tmp_path / "logs", epochs=2)
+    folder, flipped = tmp_path / "logs/runs/r", {"flip": True, "output": None}
+    with pytest.raises(UserError, match="--reject: the model was trained on all of these images: use --data to choose"):
+        evaluate(folder, split="train", reject="below:0.5", **flipped)
+    evaluate(folder, split="val", reject="below:0.5", **flipped)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for file in ("model.safetensors", "model.calibration.json"):
+        shutil.copyfile(folder / file, alone / file)
+    known = evaluate(folder, split="train", **flipped)
+    unknown = evaluate(alone / "model.safetensors", data, split="train", **flipped)
+    assert known["trained_on"]["samples"] == unknown["samples"] == 30
+    assert "trained_on" not in unknown
+    for key in ("samples", "top1", "loss", "views", "rejection"):
+        assert known[key] == unknown[key], key
+    assert known["rejection"]["coverage"] > 0
 
 
 def test_a_folder_that_changed_says_how(tmp_path):

@@ -150,25 +150,25 @@ def _judge(evaluation: Evaluation, *, verbose: bool) -> dict[str, Any]:
     """Return the contents of scores.json; a collective operation."""
     metadata, data = evaluation.metadata, evaluation.data
     plain, of_views, trained_on = score(evaluation, verbose=verbose)
-    scores = {"epoch": metadata["extra"].get("epoch"), "data": data.data, "split": data.split}
-    scores |= {"precision": evaluation.precision}
+    about = {"data": data.data, "split": data.split}
+    scores = {"epoch": metadata["extra"].get("epoch"), **about, "precision": evaluation.precision}
     scores |= describe_scores(plain, metadata["class_names"], data.datasets.val.source.name)
     if of_views is not None:
         scores["views"] = evaluation.views._asdict() | {key: getattr(of_views, key) for key in SCORES_SHOWN}
     if trained_on is not None:
         scores["trained_on"] = {key: getattr(trained_on, key) for key in ("samples", *SCORES_SHOWN)}
     if evaluation.calibrator is not None:
-        before, classes = of_views or plain, len(metadata["class_names"])
-        scores["rejection"] = evaluation.calibrator.finish(before, data.data, data.split, classes, evaluation.world)
+        before, are_seen = of_views or plain, plain is trained_on
+        scores["rejection"] = evaluation.calibrator.finish(before, about, evaluation.world, are_seen=are_seen)
     return scores
 
 
 def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | None, Scores | None]:
     """Return the exact scores of unseen images, of these in several views, and of training images; a collective.
 
-    Each image is counted once. If the model was trained on all images, the first scores are of all. The second are of
-    the mean probabilities, and None for a single view; the third are None if no training images are known. A UserError
-    is raised on all ranks if more images are unreadable than may be skipped.
+    Each image is counted once. If the model was trained on all images, all scores are of these. The second are of the
+    mean probabilities, and None for a single view; the third are None if no training images are known. A UserError is
+    raised on all ranks if more images are unreadable than may be skipped.
     """
     data, world, views = evaluation.data, evaluation.world, evaluation.views
     dataset, device = data.datasets.val, world.device
@@ -180,7 +180,7 @@ def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | No
     label_map = data.label_map.to(device)
     task = data.task.to(device)
     plain = task.recorder(keeps_probabilities=evaluation.keeps_probabilities)
-    of_views, trained_on = task.recorder(), task.recorder()
+    trained_on, *of_views = (task.recorder() for _ in range(3))
     console = open_console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 
@@ -189,18 +189,19 @@ def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | No
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
                 logits, labels = network(batch.images), label_map[batch.labels]
                 known = _trained_on(data, batch).to(device)
-                fresh = batch.weights * ~known
-                plain.add(logits, labels, fresh, batch.indices)
-                trained_on.add(logits, labels, batch.weights * known, batch.indices)
+                weights = batch.weights * torch.stack([~known, known])  # [2, B]
+                plain.add(logits, labels, weights[0], batch.indices)
+                trained_on.add(logits, labels, weights[1], batch.indices)
                 mean = logits
                 if views.are_several:
                     others = views_of(batch.images, views)
                     mean = mean_log_probabilities(
                         (weight, logits if view is batch.images else network(view)) for weight, view in others
                     )
-                    of_views.add(mean, labels, fresh, batch.indices)
+                    for recorder, own in zip(of_views, weights, strict=True):
+                        recorder.add(mean, labels, own, batch.indices)
                 if evaluation.calibrator is not None:
-                    evaluation.calibrator.add(mean, labels, fresh, batch.indices)
+                    evaluation.calibrator.add(mean, labels, weights, batch.indices)
 
     with contextlib.closing(loader):
         agreed(all_batches, world)
@@ -209,7 +210,7 @@ def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | No
         if world.is_main:
             print(line, file=sys.stderr)
     apart, scores = trained_on.gather(world), plain.gather(world)
-    averaged = of_views.gather(world) if views.are_several else None
+    averaged = of_views[not scores.samples].gather(world) if views.are_several else None
     return scores if scores.samples else apart, averaged, apart if apart.samples else None
 
 

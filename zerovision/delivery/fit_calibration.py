@@ -52,37 +52,41 @@ class Calibrator:
         self._batches: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:
-        """Add one batch as in `SampleRecorder.add`, or raise a UserError for more logits than a rank may keep."""
+        """Add one batch as in `SampleRecorder.add`, or raise a UserError for more logits than a rank may keep.
+
+        `weights` [2, B] are those for scores of unseen images, then those for scores of training images.
+        """
         self._batches.append((logits.float(), labels, weights, indices))
         if 4 * logits.numel() * len(self._batches) > MOST_PROBABILITY_BYTES:
             file = calibration_file(self._weights)
             raise UserError(f"--reject and '{file}' keep all images' logits, which are too many here: use more ranks.")
 
-    def finish(self, before: Scores, data: str, split: str, num_classes: int, world: World) -> dict[str, Any]:
+    def finish(self, before: Scores, about: dict[str, Any], world: World, *, are_seen: bool) -> dict[str, Any]:
         """Write the calibration if it is new, and return its `rejection_scores`; a collective.
 
-        `before` are the scores of the uncalibrated probabilities. A UserError is raised on all ranks if there are no
-        images, or if no threshold reaches the requested accuracy.
+        `before` are the scores of the uncalibrated probabilities, and `about` describes the images. A UserError is
+        raised on all ranks if a new calibration would be fitted to training images (`are_seen`), or if no threshold
+        reaches the requested accuracy.
         """
-        known, recorder = self._known, OneLabel(num_classes).recorder()
-        temperature = known.temperature if known else _fit_temperature(self._batches, world)
-        for logits, labels, *others in self._batches:
+        known, recorder = self._known, OneLabel(self._batches[0][0].shape[1]).recorder()
+        batches = [(*outputs, weights[int(are_seen)], indices) for *outputs, weights, indices in self._batches]
+        temperature = known.temperature if known else _fit_temperature(batches, world)
+        for logits, labels, *others in batches:
             recorder.add(logits / temperature, labels, *others)
         scores = recorder.gather(world)
 
         def conclude() -> dict[str, Any]:
             assert scores.details is not None
             assert before.details is not None
-            if known is None and not scores.samples:
+            if known is None and are_seen:
                 raise UserError("--reject: the model was trained on all of these images: use --data to choose others.")
             threshold = known.threshold if known else threshold_of(scores.details, self._reject)
             facts = {"ece_before": expected_calibration_error(calibration_bins(before.details))}
             facts |= rejection_scores(scores, temperature, threshold)
             if known is None and world.is_main:
-                about = {"data": data, "split": split, "samples": scores.samples} | self._views._asdict()
-                about |= {"weights_sha256": self._digest, "reject": self._reject}
+                own = {"samples": scores.samples, "weights_sha256": self._digest, "reject": self._reject}
                 with errors_of_writing(file := calibration_file(self._weights)):
-                    write_json(file, about | facts)
+                    write_json(file, about | self._views._asdict() | own | facts)
             return facts
 
         return agreed(conclude, world)

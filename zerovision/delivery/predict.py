@@ -242,8 +242,8 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
     if is_image:
         yield STDIN_NAME, content
         return
-    lines = os.fsdecode(content).split("\n")  # unlike splitlines, this splits only at line feeds
-    paths = [path for line in lines if (path := line.removesuffix("\r"))]
+    # Unlike splitlines, split("\n") splits only at line feeds.
+    paths = [path for line in os.fsdecode(content).split("\n") if (path := line.removesuffix("\r"))]
     if not paths:
         raise UserError("standard input is empty: '-' reads one image, or a list of paths, one per line.")
     yield from ((path, None) for path in paths)
