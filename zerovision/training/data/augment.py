@@ -181,16 +181,10 @@ def evaluation_geometry(preprocessing: Preprocessing) -> Transform:
 
 
 def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour: Sequence[float]) -> torch.Tensor:
-    """Resize an image with antialiasing to fit into `size`, and fill the rest with bars on both sides.
+    """Resize an image [1 or C, H, W] with antialiasing to fit into `size`, and add bars on both sides: [C, h, w].
 
-    Args:
-        image: uint8 or float32 [1 or C, H, W].
-        size: Size of the result in pixels.
-        mode: Interpolation filter.
-        colour: Color of the bars, one value in 0..1 per channel; in a uint8 image, 1 becomes 255.
-
-    Returns:
-        The padded image in the dtype of `image`, [C, h, w].
+    The image is uint8 or float32, and so is the result. The bars' color has one value in 0..1 per channel; in a uint8
+    image, 1 becomes 255.
     """
     inside, outer = image.shape[-2:], sides(size)
     fullest = 0 if outer[0] * inside[1] <= outer[1] * inside[0] else 1

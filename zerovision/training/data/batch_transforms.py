@@ -47,13 +47,7 @@ class RandomErasing:
         self._noise_shape = {"const": None, "rand": (1, 1, channels), "pixel": (*sides(size), channels)}[mode]
 
     def __call__(self, images: torch.Tensor, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
-        """Erase rectangles in place.
-
-        Args:
-            images: float32 [B, C, S, S], normalized, channels_last.
-            epoch: Epoch, which together with `draw_keys` determines what is erased.
-            draw_keys: int64 [B], the `draw_keys` of a `BatchKey`.
-        """
+        """Erase rectangles in place in float32 [B, C, S, S], normalized and channels_last; see `BatchKey.draw_keys`."""
         draws = uniform_draws(self._seed, epoch, draw_keys, ERASING_DRAWS, first=FIRST_ERASING_DRAW)
         boxes = erased_boxes(self._size, self._probability, draws)
         if boxes.shape[1] == 0:
@@ -122,15 +116,9 @@ class BatchTransforms:
         self._factors_on: dict[torch.device, list[torch.Tensor]] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
-        """Transform a batch.
+        """Return float32 [B, C, S, S], normalized and channels_last, for uint8 or float32 [B, 1 or C, S, S].
 
-        Args:
-            images: uint8 or float32 [B, 1 or C, S, S] on any device.
-            epoch: Epoch, which determines the augmentation.
-            draw_keys: int64 [B], the `draw_keys` of a `BatchKey`.
-
-        Returns:
-            float32 [B, C, S, S], channels_last, normalized.
+        The images may be on any device. See `BatchKey` for `draw_keys`, int64 [B].
         """
         images = images.permute(0, 2, 3, 1)
         if self.augmentation.shift:
@@ -217,21 +205,13 @@ class Mixing:
         leaf: int,
         targets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mix a micro-batch; the images may be changed in place.
+        """Return a mixed micro-batch and its targets, float32 [B, C]; both are unchanged if nothing is mixed.
 
         Samples are paired from both ends: the first with the last, the second with the second to last, and so on.
         Samples with weight 0 (padding, unreadable images) have no partner and are not mixed into other samples.
 
-        Args:
-            images: float32 [B, channels, S, S], normalized, channels_last.
-            labels: int64 [B], on the same device.
-            weights: float32 [B].
-            epoch: Epoch, which together with `leaf` determines how to mix.
-            leaf: Index of the micro-batch in its epoch, over all ranks.
-            targets: float32 [B, C]; None to use the labels.
-
-        Returns:
-            The images and their targets, float32 [B, C]; unchanged if nothing is mixed.
+        The images, float32 [B, channels, S, S], normalized and channels_last, may be changed in place. By default,
+        the labels, int64 [B], are the targets. `leaf` is the micro-batch's index in its epoch, over all ranks.
         """
         height, width = images.shape[2:]
         mix = self.drawn(epoch, leaf, (height, width))

@@ -36,13 +36,9 @@ def clean(text: str) -> str:
 
 
 def label_of(value: object) -> Label | None:
-    """Return the label in a cell, a JSON value, an array element or a folder name.
+    """Return the name or whole number in a cell, JSON value, array element or folder name; None for null and -1.
 
-    Returns:
-        A name, or a whole number if the value has an integer type; None for null and -1, which mean no label.
-
-    Raises:
-        ValueError: If the value is not a label; the message completes a sentence that begins with the location.
+    For any other value, raise ValueError; its message completes a sentence that begins with the location.
     """
     if hasattr(value, "item") and not getattr(value, "shape", ()):
         value = value.item()  # a NumPy scalar

@@ -42,11 +42,7 @@ class FolderListing:
         self._loose: set[str] = set()
 
     def entries(self, folder: str) -> list[FolderEntry]:
-        """Return the entries of a folder, sorted by name, without hidden and system files.
-
-        Raises:
-            UserError: If the folder cannot be listed, or a link is broken.
-        """
+        """Return a folder's entries, sorted by name, without hidden and system files, or raise a UserError."""
         try:
             entries = entries_of(folder)
         except OSError as error:
@@ -133,12 +129,7 @@ class FolderListing:
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images of a folder of classes; hidden files, other files, FIFOs and devices are skipped.
-
-    Raises:
-        UserError: If the folder is missing or empty, a class has no image, there is only one class, the parts have
-            different classes or are ambiguous, or a symbolic link is broken or circular.
-    """
+    """Return the images of a folder of classes, or raise a UserError; hidden, special and other files are skipped."""
     root = Path(os.path.expanduser(options.data))
     if not options.data or not is_folder(root):
         usages = [entry.usage for entry in DATASETS.values()]

@@ -120,9 +120,7 @@ class Archive:
     def read(self, file: int, place: int, size: int) -> bytes:
         """Return the encoded image of `size` bytes at `place` in a file; see `Images`.
 
-        Raises:
-            UserError: If the file has changed since it was listed.
-            FileServerError: If the file is temporarily unreadable; see `patiently`.
+        Raise a UserError if the file has changed since it was listed, or FileServerError if it is unreadable for now.
         """
         raise NotImplementedError
 
@@ -271,15 +269,7 @@ class ImagesBuilder:
     def add(
         self, path: str, label: Hashable, facts: Facts = NO_FACTS, *, state: tuple[int, int] = (0, 0), place: int = 0
     ) -> None:
-        """Add an image.
-
-        Args:
-            path: See `Images`.
-            label: The class, which may not have a name yet.
-            facts: Other facts about the image.
-            state: Size of the image in bytes, and its modification time in ns.
-            place: Position of the image in the archive.
-        """
+        """Add an image, whose class may have no name yet; `state` is its size in bytes and modification time in ns."""
         folder, slash, name = path.rpartition("/")
         text = os.fsencode(name)
         words = zip(self._words.values(), (folder + slash, label, facts.part, facts.group), strict=True)

@@ -44,15 +44,7 @@ class ListColumns(TableColumns):
 
 
 def marked(cells: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns that a row marks with 1.
-
-    Args:
-        cells: The row's cells in `columns`.
-        columns: Names of the columns; each column is a class, with 1 or 0 in its cells.
-
-    Raises:
-        ValueError: If a cell is neither 0 nor 1, or a column's name contains ; or |.
-    """
+    """Return the columns, one per class, that a row marks with 1; raise ValueError for an invalid cell or name."""
     chosen = []
     for cell, name in zip(cells, columns, strict=True):
         if cell.strip().lower() not in OF_COLUMNS or SEPARATORS.search(name):

@@ -113,15 +113,7 @@ def _field(images: Any, name: str) -> Any:
 
 
 def scan(columns: tuple[str, str], file: Path) -> Index:
-    """Return the index of a Parquet file, reading the whole file once.
-
-    Args:
-        columns: The requested columns of images and labels.
-        file: The file.
-
-    Raises:
-        UserError: If the file is unreadable, a column is missing, or a label or any other cell is invalid.
-    """
+    """Read a Parquet file once and return its index, or raise a UserError; `columns` are those of images and labels."""
     opened = _opened(file)
     from pyarrow import compute
 

@@ -32,11 +32,7 @@ Row = tuple[int, Mapping[str, Any]]  # number of the row's last line, and its ce
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images of a table.
-
-    Raises:
-        UserError: If the table is unreadable, or a column or file is missing, or a cell is invalid.
-    """
+    """Return the images of a table, or raise a UserError."""
     return listing_of(*csv_rows(Path(os.path.expanduser(options.data)), options), options)
 
 

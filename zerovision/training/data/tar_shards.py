@@ -75,16 +75,10 @@ def _read(file: PurePath, state: tuple[int, int], place: int, size: int) -> byte
 
 
 def scan(extension: str, label_key: str, file: Path) -> Index:
-    """Return the index of a tar file.
+    """Return the index of a tar file, or raise a UserError.
 
-    Args:
-        extension: Extension of the images, including the dot; '' for any image extension.
-        label_key: Key of the label in the JSON, tried before `LABEL_KEYS`.
-        file: The tar file.
-
-    Raises:
-        UserError: If the file is not a tar file, is compressed, truncated or two files joined into one, or a sample has
-            no label or several images.
+    Images have the given extension, which includes the dot, or any if it is ''. In the JSON, the key of the label is
+    `label_key` or else one of `LABEL_KEYS`.
     """
     try:
         with tarfile.open(file, "r:", encoding="utf-8") as tar:

@@ -53,11 +53,7 @@ TORCHVISION_SETS: dict[str, TorchvisionEntry] = {
 
 
 def load(options: DataOptions) -> DatasetPair:
-    """Load `torchvision:NAME` from the folder of downloaded data sets.
-
-    Raises:
-        UserError: If the name is unknown, the set is missing and `download` is not set, or the download fails.
-    """
+    """Load `torchvision:NAME` from the folder of downloaded data sets, or raise a UserError."""
     name = options.data.partition(":")[2]
     check_name("torchvision data set", name, TORCHVISION_SETS)
     entry = TORCHVISION_SETS[name]

@@ -39,13 +39,7 @@ COPIES = "remote"  # under --data-root
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images at a URL.
-
-    Raises:
-        UserError: If nothing can be read, the data is damaged, a package is missing, or the data exceeds the cache and
-            is not read shard by shard.
-        FileServerError: If the server does not respond, even after retries.
-    """
+    """Return the images at a URL; raise a UserError, or a FileServerError if the server does not answer any retry."""
     root = RemotePath(options.data)
     if root.suffix.lower() in TABLE_EXTENSIONS:
         copies = _copies([root], [_state(root)], options)

@@ -170,16 +170,10 @@ def _stable_fields(config: RecipeSettings, steps: int, decay: str = "auto", shap
 
 
 class Form(NamedTuple):
-    """A form of learning rate decay.
+    """A form of learning rate decay."""
 
-    Attributes:
-        fields: function that returns fields of `Schedule` for the settings, the steps per epoch and the words after the
-            name.
-        usage: the name of the form, and the options that may follow it.
-    """
-
-    fields: Callable[..., dict[str, Any]]
-    usage: str
+    fields: Callable[..., dict[str, Any]]  # of `Schedule`, from settings, steps per epoch, and the words after the name
+    usage: str  # the name of the form, and the options that may follow it
 
 
 _STEPS = "step:30,60:0.1 to decay at epochs 30 and 60, or step:30:0.1 to decay every 30 epochs"

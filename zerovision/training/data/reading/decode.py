@@ -73,16 +73,9 @@ def decode(
 ) -> np.ndarray:
     """Return an image, or the part that `choose` selects: uint8 [h, w, C], always the same pixels for the same file.
 
-    Args:
-        data: Contents of the file.
-        choose: Selects a part of the image; for a JPEG, only this part is decoded if that is safe.
-        notes: List to which notes on an unusual but usable image are added.
-        shrink_to: Image size for which to shrink the image, if possible; 0 to decode every pixel.
-        channels: A key of `CHANNEL_MODES`.
-        max_pixels: Largest number of pixels (width x height) that the header may declare; checked before decoding.
-
-    Raises:
-        Refused: If the file is not an image, is truncated or larger than `max_pixels`, or has values of unknown scale.
+    If possible, the image is shrunk for images of size `shrink_to` (0 to decode every pixel), and only the chosen part
+    of a JPEG is decoded. Notes on an unusual but usable image are added to `notes`. Raise Refused if the file is not an
+    image, is truncated, declares more than `max_pixels` (checked before decoding), or has values of unknown scale.
     """
     pixels = None
     if shrink_to:

@@ -153,12 +153,7 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 @contextmanager
 def named(path: str | os.PathLike[str], found: dict[str, str] | None = None) -> Iterator[list[str]]:
-    """Yield a list for notes on an image that the block decodes; add the image's name to errors from the block.
-
-    Args:
-        path: Path of the image.
-        found: Dictionary from paths to one-line notes, to which the notes are added.
-    """
+    """Add an image's path to errors from the block that decodes it, and the notes in the yielded list to `found`."""
     notes: list[str] = []
     try:
         yield notes

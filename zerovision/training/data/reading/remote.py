@@ -85,11 +85,7 @@ def _ask_once(file: PurePath, method: str, **options: Any) -> Any:
 
 
 def ask(file: PurePath, method: str, **options: Any) -> Any:
-    """Call a method of fsspec's file system on a file, with retries (see `patiently`), and return its result.
-
-    Raises:
-        OSError: If a permanent error occurs.
-    """
+    """Call a method of fsspec's file system on a file, with retries (see `patiently`), or raise a permanent OSError."""
     return patiently(functools.partial(_ask_once, file, method, **options), file)
 
 

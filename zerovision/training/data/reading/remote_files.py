@@ -42,27 +42,17 @@ def checksum_of(file: Path) -> int:
 
 
 class Copies:
-    """Local copies of remote files, shared by all processes on a machine.
+    """Local copies of remote files, in a folder that is shared by all processes on a machine.
 
-    A copy's size and modification time equal the state of the remote file.
-
-    Args:
-        folder: Folder of the copies.
-        max_bytes: Largest size of the folder in bytes, not counting downloads in progress; all processes together may
-            exceed this size by 2 %.
-        files: The files.
-        states: State of each file; see `state_of`.
-
-    Attributes:
-        paths: Paths of the copies, which may be missing.
-        checksums: Checksums of the files, from `checksum_of`; `UNKNOWN_CHECKSUM` if unknown.
+    A copy's size and modification time equal the state of the remote file. `max_bytes` is the largest size of the
+    folder, not counting downloads in progress; all processes together may exceed it by 2 %.
     """
 
     def __init__(self, folder: Path, max_bytes: int, files: Sequence[PurePath], states: Sequence[State]) -> None:
         self.folder, self.max_bytes, self.files, self.states = folder, max_bytes, files, states
         names = (hashlib.sha256(repr(one).encode()).hexdigest() for one in zip(files, states, strict=True))
-        self.paths = [folder / name[:NAME_DIGITS] for name in names]
-        self.checksums = [UNKNOWN_CHECKSUM] * len(files)
+        self.paths = [folder / name[:NAME_DIGITS] for name in names]  # of the copies, which may be missing
+        self.checksums = [UNKNOWN_CHECKSUM] * len(files)  # of the files; see `checksum_of`
         self._coming: dict[int, Future[None]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
