@@ -211,7 +211,8 @@ class Mixing:
         Samples with weight 0 (padding, unreadable images) have no partner and are not mixed into other samples.
 
         The images, float32 [B, channels, S, S], normalized and channels_last, may be changed in place. By default,
-        the labels, int64 [B], are the targets. `leaf` is the micro-batch's index in its epoch, over all ranks.
+        the labels, int64 [B], are the targets. Weights are float32 [B], and `leaf` is the micro-batch's index in its
+        epoch, over all ranks.
         """
         height, width = images.shape[2:]
         mix = self.drawn(epoch, leaf, (height, width))

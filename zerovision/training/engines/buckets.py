@@ -144,11 +144,7 @@ class BackwardOrder:
                 parameter.register_post_accumulate_grad_hook(lambda _, position=position: self._count(position))
 
     def begin(self, *, sums_over_ranks: bool) -> None:
-        """Prepare for the backward pass of a leaf.
-
-        Args:
-            sums_over_ranks: whether this is the rank's last leaf of the step, so that sums over the ranks start.
-        """
+        """Prepare for the backward pass of a leaf; set `sums_over_ranks` for the rank's last leaf of the step."""
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._completed, self._sums_over_ranks = 0, sums_over_ranks
 
@@ -172,15 +168,10 @@ class BackwardOrder:
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters of one optimizer group that share one bucket, or one bucket per stage.
+    """Parameters of one optimizer group that share one bucket, or one bucket per stage."""
 
-    Attributes:
-        group: parameter group of the optimizer.
-        parameters: parameters of all stages, by name.
-    """
-
-    group: dict[str, Any]
-    parameters: dict[str, nn.Parameter]
+    group: dict[str, Any]  # of the optimizer
+    parameters: dict[str, nn.Parameter]  # of all stages, by name
 
     def layout(self, stage: Collection[str], ranks: int) -> BucketLayout:
         """Return the layout of a stage's parameters, given their names and the number of ranks that share the stage.

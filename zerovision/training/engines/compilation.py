@@ -206,13 +206,9 @@ def records(setup: EngineSetup) -> bool:
 
 
 def record(network: nn.Module, setup: EngineSetup) -> Call:
-    """Return a network with recorded graphs, or the network itself if recording fails or yields wrong results.
+    """Return a network with recorded graphs, or the network itself, with a note, if recording fails or alters results.
 
-    If the network itself is returned, a note is added to the setup.
-
-    Args:
-        network: network on the setup's device, with weights at their final addresses.
-        setup: setup with an `image_shape`.
+    The network must be on the setup's device, with its weights at their final addresses.
     """
     assert setup.image_shape is not None
     device, recorded = setup.data.device, None

@@ -41,24 +41,16 @@ class StepResult:
 class Updates:
     """Decides whether to apply each update of an engine, counts the updates, and scales the gradients.
 
-    Args:
-        optimizer: optimizer; its fused rules read the attribute `found_inf` on the device.
-        precision: 'bf16', 'fp16' or 'fp32'.
-        clipping: largest global L2 norm of the gradient; 0 for none.
-        device: device of the weights that the optimizer updates.
-
-    Attributes:
-        loss_scale: loss scale for fp16, otherwise None.
-        applied: number of updates that have been applied: an int, or an int tensor [] on the device.
-        defers_verdict: whether the optimizer's rule itself skips updates, so that the host does not wait for the
-            device; false for fp16, whose loss scale needs each decision immediately.
+    `clipping` is the largest global L2 norm of the gradient, or 0 for none. The device is that of the weights.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clipping: float, device: torch.device) -> None:
         self._optimizer, self._clipping = optimizer, clipping
         self.loss_scale = DynamicLossScale() if precision == "fp16" else None
-        self.applied: int | torch.Tensor = 0
+        self.applied: int | torch.Tensor = 0  # number of applied updates; as a tensor, int [] on the device
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        # Fused rules skip updates themselves (by their attribute `found_inf` on the device), so that the host does not
+        # wait for the device; but the loss scale of fp16 needs each decision immediately.
         self.defers_verdict = device.type == "cuda" and is_fused and self.loss_scale is None
 
     @property
@@ -69,8 +61,7 @@ class Updates:
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
         """Return the factor that undoes the loss scale and clips the gradients, float64 [], or None for a factor of 1.
 
-        Args:
-            norm: float64 [], the global L2 norm of the gradient without the loss scale.
+        `norm`, float64 [], is the global L2 norm of the gradient without the loss scale.
         """
         if not self._clipping and self.scale == 1.0:
             return None
@@ -81,10 +72,6 @@ class Updates:
         """Call `update` if the gradient is finite, count the update if it is applied, and adapt the loss scale.
 
         If the decision is deferred, `update` is always called, and the optimizer's rule skips a non-finite update.
-
-        Args:
-            norm: see `factor`.
-            update: function that updates the weights.
         """
         is_finite = norm.isfinite()
         applied: bool | torch.Tensor = is_finite

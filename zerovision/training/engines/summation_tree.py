@@ -88,9 +88,7 @@ class LeafSums:
     def add(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the next leaf to the running sum, and then the parked sums that now join the running sum.
 
-        Args:
-            places: views of the running sum, one per parameter.
-            gradients: gradients in the shapes of the places; None for zeros.
+        `places` are views of the running sum, in the shapes of the parameters; a gradient of None is zero.
         """
         sums, leaf = len(self._nodes), self._nodes[-1].end if self._nodes else self._first
         joins = add_leaf(self._nodes, leaf, self._leaves)  # the first join is with the running sum
@@ -189,11 +187,9 @@ class SumOfSquares:
         self._places, self._groups = places.to(world.device), [world, *([holders] if holders else [])]
 
     def __call__(self, own: torch.Tensor, mark: int = 0) -> torch.Tensor:
-        """Return the sum, float64 [], over all ranks' pieces; a collective.
+        """Return the sum over all ranks' pieces, float64 [], or NaN if the ranks' marks (< 2**53) differ; a collective.
 
-        Args:
-            own: the sums of squares of this rank's pieces, float64 [n].
-            mark: a number below 2**53; if ranks have different marks, the sum is NaN.
+        `own`, float64 [n], are the sums of squares of this rank's pieces.
         """
         world = self._groups[0]
         squares = torch.nn.functional.pad(own.to(world.device), (0, 1))[self._places]  # the last place, -1, is 0

@@ -33,12 +33,9 @@ class MachineLevels:
         self._here, self._elsewhere = along(1, numbers, world), along(0, numbers, world)
 
     def start(self, row: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Send each rank on this machine its parts of this rank's gradients [n].
+        """Send this machine's ranks their parts of this rank's gradients [n]; return what arrives and the pending work.
 
         A rank's parts are its own part and the parts of the ranks at its position on other machines.
-
-        Returns:
-            The received tensors, and the pending work.
         """
         ranks, machines = self._here.size, self._elsewhere.size
         by_rank = row.view(machines, ranks, -1).transpose(0, 1).contiguous()
@@ -49,16 +46,10 @@ class MachineLevels:
     def finish(
         self, received: torch.Tensor, node_of: Callable[[int], TreeNode], leaves: int, out: torch.Tensor
     ) -> list[tuple[TreeNode, torch.Tensor]]:
-        """Add this rank's part of the gradients over all ranks; a collective.
+        """Add this rank's part of the gradients over all ranks, and return the sums as `add_nodes` does; a collective.
 
-        Args:
-            received: the tensors from `start`, once they are complete; overwritten.
-            node_of: function that returns the tree node of a rank's gradients.
-            leaves: number of leaves of the tree.
-            out: memory [n / ranks] for the root of the tree.
-
-        Returns:
-            The sums; see `add_nodes`.
+        `received`, from `start`, must be complete, and is overwritten. `node_of` returns the tree node of a rank's
+        gradients, and `out` [n / ranks] is memory for the root.
         """
         ranks, machines = self._here.size, self._elsewhere.size
         first = self._elsewhere.rank * ranks

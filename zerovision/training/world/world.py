@@ -209,10 +209,7 @@ def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
     """Return the arguments of `init_process_group` for joining the group; {} for PyTorch's own rendezvous.
 
     Our launchers assign an ID to every start. It is removed from the environment here, so that a rank's child processes
-    do not inherit it.
-
-    Raises:
-        UserError: see `open_store`.
+    do not inherit it. See `open_store` for errors.
     """
     run_id = os.environ.pop(RUN_ID_VARIABLE, "")
     if size == 1:

@@ -219,7 +219,10 @@ class ArraySource(Source):
         self.channels = channels or (3 if images.shape[1] == 1 else images.shape[1])
 
     def in_channels(self, channels: int) -> ArraySource:
-        """Return the source in gray or RGB (1 or 3 channels), itself for 0 or the same number, or raise a UserError."""
+        """Return the source with `channels` channels, or the source itself if the number is 0 or unchanged.
+
+        Only gray and RGB can be converted into each other; otherwise, raise a UserError.
+        """
         if channels in (0, self.channels):
             return self
         found = self.images.shape[1]

@@ -156,17 +156,10 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
 
 
 def deepspeed_config(strategy_json: Mapping[str, Any], setup: EngineSetup) -> dict[str, Any]:
-    """Merge a strategy's checked JSON with the values that the command line sets.
+    """Return DeepSpeed's config: a strategy's checked JSON, merged with the values that the command line sets.
 
-    The result sets no precision: the model itself runs under autocast (see `zerovision.training.engines.precision`), so
+    It sets no precision: the model itself runs under autocast (see `zerovision.training.engines.precision`), so
     DeepSpeed keeps weights, gradients and optimizer state in fp32 under every strategy.
-
-    Args:
-        strategy_json: the result of `read_strategy_json`.
-        setup: setup of the engine, with batch size, accumulation, clipping and offload.
-
-    Returns:
-        A new dictionary for `deepspeed.initialize(config=...)`.
     """
     config = json.loads(json.dumps(strategy_json))
     zero = config["zero_optimization"]

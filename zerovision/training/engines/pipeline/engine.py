@@ -59,8 +59,7 @@ class PipelineEngine(TorchEngine):
     def __init__(self, setup: EngineSetup, config: Any) -> None:
         """Cut the model, release other ranks' layers, and distribute the stages; a collective.
 
-        Raises:
-            UserError: on all ranks, if the model cannot be cut as requested.
+        If the model cannot be cut as requested, raise a UserError on all ranks.
         """
         pipeline, module = setup.world.dimension("pipeline_parallel"), setup.module
         count = pipeline.size * stages_per_rank(config.pipeline_schedule)  # of stages

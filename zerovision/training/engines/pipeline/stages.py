@@ -32,40 +32,24 @@ MOST_NAMES = 40  # listed in a message
 
 @dataclass(frozen=True)
 class Call:
-    """The only call of a module; time is counted in events: operations, and entries to and exits from modules.
+    """The only call of a module; time is counted in events: operations, and entries to and exits from modules."""
 
-    Attributes:
-        start: time at which the module was entered.
-        end: time at which the module was left.
-        operations: number of operations that the network ran before the call.
-        output: the module's output, on the meta device.
-    """
-
-    start: int
-    end: int
-    operations: int
-    output: Any
+    start: int  # time of entry
+    end: int  # time of exit
+    operations: int  # number of operations that the network ran before the call
+    output: Any  # on the meta device
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A network's execution on images of one shape, on the meta device.
+    """A network's execution on images of one shape, on the meta device."""
 
-    Attributes:
-        calls: module name -> call, for modules that are called exactly once, in order of entry.
-        features: module name -> input, for modules at whose entry the network can be cut.
-        first_uses: name of a parameter or buffer -> time of first use; contains no unused parameters and buffers.
-        images: the network's input [B, C, H, W].
-        output: the network's output.
-        draws: whether the network draws random numbers.
-    """
-
-    calls: dict[str, Call]
-    features: dict[str, torch.Tensor]
-    first_uses: dict[str, int]
-    images: torch.Tensor
+    calls: dict[str, Call]  # of the modules that are called exactly once, by name, in order of entry
+    features: dict[str, torch.Tensor]  # inputs of the modules at whose entry the network can be cut, by name
+    first_uses: dict[str, int]  # time of first use, by name, of the parameters and buffers that are used
+    images: torch.Tensor  # [B, C, H, W]
     output: torch.Tensor
-    draws: bool
+    draws: bool  # whether the network draws random numbers
 
     def stage_at(self, module: str, cuts: Sequence[str]) -> int:
         """Return the stage that computes a module."""
@@ -274,13 +258,10 @@ class StagedNetwork:
         self._hidden: dict[int, list[str]] = {}  # stage -> weights used before it, outside skipped modules
 
     def cut(self, cuts: Sequence[str], own: Iterable[int], network: nn.Module, traced: Trace) -> None:
-        """Make the network run in stages from now on.
+        """Make `network`, the module or a wrapper around it, run in stages from now on.
 
-        Args:
-            cuts: names of the modules at which all stages but the first begin.
-            own: indices of this rank's stages.
-            network: network to run: the module, or a wrapper around the module.
-            traced: trace of the network for images of any shape.
+        All stages but the first begin at the modules `cuts`; `own` are this rank's stages. The trace's images may have
+        any shape.
         """
         self.cuts, self._network = [*cuts], network
         for name in cuts:
@@ -300,15 +281,9 @@ class StagedNetwork:
             ]
 
     def run(self, stage: int, inputs: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Run a stage.
+        """Run a stage on images or the previous stage's features, and return its features or the network's output.
 
-        Args:
-            stage: index of the stage.
-            inputs: images for the first stage, otherwise the previous stage's features.
-            shape: shape of the images.
-
-        Returns:
-            The stage's features, or, for the last stage, the network's output.
+        `shape` is always that of the images.
         """
         traced = self.traced(shape)
         self._calls, self._start = traced.calls, self._start_of(stage, traced)

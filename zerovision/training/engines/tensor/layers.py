@@ -29,17 +29,11 @@ from zerovision.training.world.world import World
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a parameter, as pieces along one dimension.
+    """A rank's part of a parameter, as pieces along one dimension."""
 
-    Attributes:
-        shape: shape of the whole parameter.
-        dimension: the dimension that is cut.
-        pieces: first index and length of each piece along the dimension.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter
     dimension: int
-    pieces: tuple[tuple[int, int], ...]
+    pieces: tuple[tuple[int, int], ...]  # first index and length of each piece along the dimension
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a copy of this part of a whole parameter."""
