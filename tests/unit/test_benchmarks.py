@@ -28,11 +28,12 @@ from tests.kit import ROOT, new_model, wait_until
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # of which the benchmark takes nine minutes at most
+@pytest.mark.timeout(1300)  # of which the benchmark takes twenty minutes at most: some CPUs need more than its nine
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "benchmarks/gpu/run.py", "--device", "cpu", "--quick", "--models", "basic_cnn"]
     environment = os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
+    command += ["--minutes", "20"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1260)
     assert result.returncode == 0, result.stderr[-3000:]
     found = read_lines(tmp_path / LINES)
     of = {line["kind"]: [one for one in found if one["kind"] == line["kind"]] for line in found}
