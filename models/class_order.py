@@ -69,8 +69,9 @@ def head_by_name(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return a trained classifier, `head`, for equally many classes of the data, and notes about it.
 
-    A classifier with the same classes, by one of the lists in `known`, is kept and reordered; one with other classes is
-    replaced by `fresh`, which has random weights. Classes without names are assumed to be those of the data.
+    A classifier with the same classes, by one of the lists of its outputs' names in `known`, is kept and reordered; one
+    with other classes is replaced by `fresh`, which has random weights. Classes without names are assumed to be those
+    of the data, in `names`.
     """
     known = [outputs for outputs in known if len(outputs) == len(names)]
     if not known:

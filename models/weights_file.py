@@ -27,7 +27,7 @@ def load_weights_file(
     *,
     description: Description,  # of `module`
     heads: Iterable[str],  # names of the classifier's submodules
-    adapt: Callable[[StateDict], StateDict],  # to `module`'s images; another network's are returned unchanged
+    adapt: Callable[[StateDict], StateDict],  # to `module`'s images; returns tensors of another network unchanged
     class_names: Sequence[str],  # of the data; empty to keep a head with the same number of classes
 ) -> list[str]:
     """Load a safetensors or `weights_only` file into `module`, and return messages for the log, one line each.
@@ -104,8 +104,8 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
 def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dict[str, Any], list[str]]:
     """Read a file's tensors into CPU memory without executing anything in it, or raise a UserError.
 
-    Return the tensors by name, without a prefix of `names`; the metadata, or {} for a file that is not from zerovision;
-    and notes about how the file was used.
+    Return the tensors by name; the metadata, or {} for a file that is not from zerovision; and notes about how the file
+    was used. A prefix before the network's names of tensors, `names`, is removed.
     """
     file = Path(path)
     if not os.path.isfile(file):

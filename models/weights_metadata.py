@@ -46,7 +46,10 @@ class _Section:
 
     @classmethod
     def from_dict(cls, value: Any) -> Self:
-        """Create the section from `to_dict`'s JSON, ignoring other keys, or raise WrongMetadata for a wrong value."""
+        """Create the section from the JSON of `to_dict`, ignoring other keys.
+
+        WrongMetadata is raised if a value is missing, has the wrong type, or is out of bounds.
+        """
         _check(isinstance(value, dict), cls.__name__.lower(), value, "an object")
         names = [each.name for each in fields(cls) if each.name in value or each.name not in LEFT_OUT]  # type: ignore[arg-type]
         found = _entries(value, names)

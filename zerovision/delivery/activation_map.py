@@ -56,14 +56,21 @@ def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Ten
 
 
 def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: Preprocessing) -> Image.Image:
-    """Return a normalized image, float32 [C, H, W], darkened where its importance, float32 [H, W] in 0..1, is low."""
+    """Return an image as the network saw it, darkened where it contributed less to the class.
+
+    `image` is normalized, float32 [C, H, W], and `importance` is float32 [H, W] in 0..1. The preprocessing must be for
+    8-bit images.
+    """
     shown = viewable(unnormalized(image, preprocessing).clamp(0, 1)) * (DARKEST + (1 - DARKEST) * importance)
     pixels = (255 * shown).round().byte().expand(3, -1, -1)
     return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
 
 
 def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | None:
-    """Return a function that applies `picture_of` to raw images [C, H, W] and classes; None unless they are 8-bit."""
+    """Return a function that applies `picture_of` to raw images [C, H, W], given one class per image.
+
+    Return None if the network does not take 8-bit images, because other images cannot be shown as pictures.
+    """
     if preprocessing.values != BYTES:
         return None
     transform = evaluation_transform(preprocessing)
@@ -79,7 +86,11 @@ def explainer(network: nn.Module, preprocessing: Preprocessing) -> Explain | Non
 
 @torch.no_grad()
 def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
-    """Return a vision transformer's rollout (section 3 of the paper), float32 [B, h, w] up to 1; otherwise, None."""
+    """Return the attention rollout, float32 [B, h, w] with a maximum of 1; None if this is not a vision transformer.
+
+    As in section 3 of the paper, the blocks' attention matrices are multiplied. The rollout is the class token's row of
+    the product, or the mean of the rows if the network averages the patches.
+    """
     layers: list[Any] = [getattr(block, "attn", None) for block in getattr(network, "blocks", ())]
     if not layers or not all(hasattr(layer, "fused_attn") and hasattr(layer, "attn_drop") for layer in layers):
         return None

@@ -54,7 +54,10 @@ def calibration_file(weights: Path) -> Path:
 
 
 def read_calibration(weights: Path) -> Calibration | None:
-    """Return the calibration of these weights, None if there is none, or raise a UserError if its file is damaged."""
+    """Return a weights file's calibration; None if there is none, or if it was made for other weights.
+
+    A UserError is raised if the calibration file is damaged.
+    """
     file = calibration_file(weights)
     if not file.is_file():
         return None

@@ -113,7 +113,7 @@ class Evaluation:
     precision: str  # of the forward passes
     views: Views  # of each image; the mean probabilities over several views are also scored
     keeps_probabilities: bool  # see `SampleRecorder`
-    calibrator: Calibrator | None  # collects the logits of images that the model was not trained on
+    calibrator: Calibrator | None  # collects the images' logits; None to keep no logits
     folder: Path | None  # for the evaluation files; None to write no files
 
 
@@ -164,11 +164,11 @@ def _judge(evaluation: Evaluation, *, verbose: bool) -> dict[str, Any]:
 
 
 def score(evaluation: Evaluation, *, verbose: bool) -> tuple[Scores, Scores | None, Scores | None]:
-    """Return the exact scores of unseen images, of these in several views, and of training images; a collective.
+    """Return the exact scores of unseen images, of their mean probabilities over views, and of training images.
 
-    Each image is counted once. If the model was trained on all images, all scores are of these. The second are of the
-    mean probabilities, and None for a single view; the third are None if no training images are known. A UserError is
-    raised on all ranks if more images are unreadable than may be skipped.
+    This is a collective operation, which counts each image once. If the model was trained on all images, all scores are
+    of these. The second scores are None for a single view, and the third if no training images are known. A UserError
+    is raised on all ranks if more images are unreadable than may be skipped.
     """
     data, world, views = evaluation.data, evaluation.world, evaluation.views
     dataset, device = data.datasets.val, world.device
@@ -226,7 +226,10 @@ def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:
 def _output_folder(
     output: str | Path | None, model: TrainedModel, config: TrainConfig | None, data: EvaluationData
 ) -> Path | None:
-    """Return the folder to write, by default in the run or next to the weights; the current folder is a UserError."""
+    """Return the folder for the evaluation files, by default in the run or next to the weights; None to write none.
+
+    A UserError is raised for the current folder, which would be replaced.
+    """
     if output is None:
         return None
     if str(output):

@@ -187,7 +187,11 @@ def audit_options(config: TrainConfig, choice: ImageSettings, seen_as: Preproces
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:
-    """Return the model's index of each class in the data; raise a UserError for classes that only one of them has."""
+    """Return the model's index for each class of the data, int64.
+
+    A UserError is raised if the model lacks a class of the data, or (unless `allow_missing`) the data lacks a class of
+    the model.
+    """
     keys = {clean(name): number for number, name in enumerate(model_classes)}
     unknown = [name for name in data_classes if name not in keys]
     missing = [model_classes[number] for key, number in keys.items() if key not in data_classes]

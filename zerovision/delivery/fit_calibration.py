@@ -33,7 +33,10 @@ TOLERANCE = 1e-6  # of the logarithm of the temperature
 
 
 def read_reject(given: str) -> tuple[float, bool]:
-    """Return the number in a `--reject` value, and whether it is a threshold, not an accuracy, or raise a UserError."""
+    """Return the number in a value of `--reject`, and whether it is a threshold rather than an accuracy.
+
+    A UserError is raised if it is neither.
+    """
     found = re.fullmatch(r"(below:)?(0?\.[0-9]{1,9})", given)
     if not found or not float(found[2]):
         raise UserError(
@@ -62,11 +65,11 @@ class Calibrator:
             raise UserError(f"--reject and '{file}' keep all images' logits, which are too many here: use more ranks.")
 
     def finish(self, before: Scores, about: dict[str, Any], world: World, *, are_seen: bool) -> dict[str, Any]:
-        """Write the calibration if it is new, and return its `rejection_scores`; a collective.
+        """Write the calibration if it is new, and return its `rejection_scores`; a collective operation.
 
-        `before` are the scores of the uncalibrated probabilities, and `about` describes the images. A UserError is
-        raised on all ranks if a new calibration would be fitted to training images (`are_seen`), or if no threshold
-        reaches the requested accuracy.
+        `before` are the scores of the uncalibrated probabilities, and `about` has the `data` and its `split`. A
+        UserError is raised on all ranks if a new calibration would be fitted to training images (`are_seen`), or if no
+        threshold reaches the requested accuracy.
         """
         known, recorder = self._known, OneLabel(self._batches[0][0].shape[1]).recorder()
         batches = [(*outputs, weights[int(are_seen)], indices) for *outputs, weights, indices in self._batches]
@@ -95,11 +98,15 @@ class Calibrator:
 def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
     """Return the temperature with the smallest loss; a collective with the same result for any number of ranks.
 
-    The loss is convex in 1 / temperature. A network that is worse than chance gets the highest temperature.
+    The loss is convex in 1 / temperature, so it has one minimum. A network that is worse than chance gets the highest
+    temperature.
     """
 
     def slope(logarithm: float) -> float:
-        """Return the derivative of the summed loss by 1 / temperature, expected minus true logits; a collective."""
+        """Return the derivative of the summed loss with respect to 1 / temperature; a collective operation.
+
+        For each image, this is the expected logit minus the logit of the true class.
+        """
         inverse = math.exp(-logarithm)
         total = torch.zeros(1, dtype=torch.float64, device=world.device)
         for logits, labels, weights, _ in batches:
@@ -131,7 +138,7 @@ def threshold_of(details: SampleScores, reject: str) -> float:
         best = accuracies[ends].max(initial=0.0)
         raise UserError(f"--reject {reject}: no threshold reaches this accuracy (best: {best:.4f}): use a lower one.")
     last = enough[-1]
-    # halfway between the confidences of the last accepted and the first rejected image
+    # The threshold is halfway between the confidences of the last accepted and the first rejected image.
     return 0.0 if last + 1 == len(order) else float(confidences[last : last + 2].mean())
 
 

@@ -60,7 +60,8 @@ def _wilson(hits: float, misses: float) -> Interval:
 def of_difference(alone: int, other_alone: int, images: int) -> Interval:
     """Return the confidence interval of the difference between two shares of the same images, first minus second.
 
-    `alone` and `other_alone` are the numbers of images that only one share counts. Tango's score interval (1998,
+    `alone` is the number of images that only the first share counts, and `other_alone` that of the second; `images` is
+    at least 1. Tango's score interval (1998,
     https://doi.org/10.1002/(SICI)1097-0258(19980430)17:8<891::AID-SIM780>3.0.CO;2-B) is valid for few images, even if
     the two shares are equal.
     """
@@ -140,7 +141,7 @@ def _of_mean(
 
     With few images, the estimate of the variance is poor, so Student's t-distribution replaces the normal distribution,
     with the degrees of freedom of Satterthwaite 1946 (https://doi.org/10.2307/3002019). `center` is the mean corrected
-    for bias, `shared` is the sum of the covariances, and arrays are [k].
+    for bias, `shared` is the sum of the covariances, and the arrays, [k], have a value for each class.
     """
     from scipy.special import stdtrit  # imported late, because most programs that import this module do not need it
 

@@ -292,8 +292,9 @@ def run(settings: PredictSettings) -> int:
 def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, top_k: int) -> int:
     """Write predictions, report unreadable images on standard error, and return the number of unreadable images.
 
-    An empty `kind` means the format of the path's ending, and an empty path standard output. A file has a temporary
-    name until it is complete. A UserError is raised if it cannot be written; see also `predict`.
+    `kind` is "table", "csv" or "json", or empty for the format of the path's ending; an empty `path` is standard
+    output. A file has a temporary name until it is complete. A UserError is raised if it cannot be written; see also
+    `predict`.
     """
     if path and Path(os.path.expanduser(path)).is_dir():
         raise UserError(f"--output {path} is a folder: use a file, such as {Path(path) / 'labels.csv'}.")

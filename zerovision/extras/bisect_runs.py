@@ -125,7 +125,7 @@ def lines_of(difference: Difference) -> Iterator[str]:
 
 
 def read_hashes(run: Path) -> dict[int, dict[str, Any]]:
-    """Return a run's hashes by step, the later ones of a step that was trained twice, or raise a UserError."""
+    """Return a run's hashes by step, the later ones for a step that was trained twice, or raise a UserError."""
     found = {}
     try:
         for line in (run / METRICS).read_text(encoding="utf-8").splitlines():

@@ -57,7 +57,7 @@ class WatchedStep:
     before: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters by name, float32 in CPU memory
     after: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the trained parameters, before clipping
-    seen: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)  # micro-batches as seen, and their losses [B]
+    seen: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)  # batches as the network saw them, losses [B]
     hashes: dict[str, Any] = field(default_factory=dict)  # in the format of `StepHashes`
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:

@@ -144,7 +144,10 @@ def _json(status: HTTPStatus, value: dict[str, Any]) -> Response:
 
 
 def make_server(settings: ServeSettings) -> Server:
-    """Load a trained model, and return a server whose `serve_forever` handles requests, or raise a UserError."""
+    """Load a trained model, and return a listening server; call its `serve_forever` to handle requests.
+
+    A UserError is raised for weights that cannot be used, a model trained on arrays, or an address that cannot be used.
+    """
     asked: dict[str, Any] = {name: getattr(settings, name) for name in ("model", "top_k", "device", "max_megapixels")}
     predictor = load_predictor(PredictSettings(**asked, images=(), batch_size=1))
     if predictor.metadata["preprocessing"].takes_numbers:

@@ -148,7 +148,7 @@ class Agent:
             time.sleep(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """Let the ranks save and exit if the launch goes silent; in its own thread, because `_beat` may block."""
+        """Let the ranks save and exit if the launch goes silent; this has its own thread, because `_beat` may block."""
         while True:
             silent_s = time.monotonic() - self._last_message
             if not self._is_closed and silent_s > self._lost_s:

@@ -43,7 +43,7 @@ WORD_OF = {flag_of(name): name.removesuffix("_type") for name in WORDS_OF_LAUNCH
 DAY_SECONDS = 86400
 
 
-# Settings that are also read from environment variables.
+# Settings that are also read from environment variables, such as MAX_RESTARTS.
 VARIABLES = ("master_port", "max_restarts", "stop_timeout", "start_timeout", "hostfile", "forward_env")
 
 

@@ -64,7 +64,8 @@ def some_of(names: Sequence[str]) -> str:
 def assess_machine(facts: Facts, ranks: int, all_ranks: int, *, cluster_has_gpus: bool, saved_bytes: int) -> list[Row]:
     """Return the rows for one machine of a training run.
 
-    `ranks` is the number on this machine, and `saved_bytes` the size of the weights and one checkpoint; 0 if unknown.
+    `ranks` is the number on this machine, and `saved_bytes` the size of the weights and one checkpoint. Both are 0 if
+    unknown.
     """
     rows = [
         assess_packages(facts, (REPO_ROOT / "requirements.txt").read_text()),
@@ -233,6 +234,6 @@ def assess_all_reduce(answers: Mapping[str, Facts], ranks: int, way: str) -> Row
         found = f"the ranks cannot exchange data: {next(iter(problems.values()))}"
         return Row("all-reduce", "wrong", found, cure, some_of(list(problems)))
     answer = next(iter(answers.values()))
-    rate = answer["bytes"] / answer["seconds"] * 2 * (ranks - 1) / ranks  # bus bandwidth: nccl-tests' PERFORMANCE.md
+    rate = answer["bytes"] / answer["seconds"] * 2 * (ranks - 1) / ranks  # as nccl-tests defines bus bandwidth
     found = f"{ranks} ranks, {answer['backend']} {way}: {format_bytes(answer['bytes'])} at {format_bytes(rate)}/s"
     return Row("all-reduce", "ok", found)

@@ -53,9 +53,10 @@ def ssh_command(host: str, command: list[str]) -> Command:
 
 
 def srun_command(host: str, command: list[str]) -> Command:
-    """Return the command that runs `command`, which needs all of the job's GPUs there, once on a host of a Slurm job.
+    """Return the command that runs `command` once on a host of this Slurm allocation.
 
-    Even without --unbuffered, which would make stdout a terminal, each line arrives as soon as it is complete.
+    `command` starts all ranks of its node, so it must see all of the job's GPUs there. Even without --unbuffered, which
+    would make stdout a terminal, each line arrives as soon as it is complete.
     """
     environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
     options = ["--nodes=1", "--ntasks=1", "--nodelist", host, "--overlap", "--cpu-bind=none", "--gpu-bind=none"]

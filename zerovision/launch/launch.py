@@ -187,7 +187,11 @@ class ClusterRun:
 
 
 def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
-    """Return how a start ended; all nodes, rank 0's first, sent "ended" or are lost, the first one for `lost`."""
+    """Return how a start ended; each of its nodes, rank 0's first, has sent "ended" or is lost.
+
+    `lost` says why the first lost node was lost, or is '' if none was. `was_stopped` says whether the ranks were sent a
+    signal to stop.
+    """
     endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
     first = endings.get(nodes[0].host)
     if first and (first.code == 0 or len(nodes) == 1):

@@ -162,7 +162,8 @@ def passing_signals_on(ranks: list[int]) -> Iterator[None]:
 def wait_for_all(ranks: list[int], channel: socket.socket | None, stop_timeout_s: float) -> int:
     """Wait until every rank has ended; return the first failed rank's exit code in the shell's form, or 0.
 
-    If a rank fails, the others are stopped. If the supervisor dies, all are, and the launch's folder is removed here.
+    If a rank fails, the others are stopped. If the supervisor dies, all ranks are stopped, and the launch's folder is
+    removed here instead of by the supervisor.
     """
     first_failure, deadline, is_orphaned = 0, math.inf, False
     while True:

@@ -104,7 +104,7 @@ def gpu_facts() -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Return why importing torch or torchvision fails (or None), torch's CUDA version, and if the C decoder works."""
+    """Return torch's CUDA version, why torch or torchvision cannot be imported, and whether the C decoder works."""
     try:
         import torch  # must not initialize CUDA: the ranks of the network check are forked from this process
         import torchvision  # noqa: F401  fails if its operators were built for another torch
@@ -167,10 +167,11 @@ def try_paths(node: str, order: Mapping[str, Any]) -> Facts:
 def measure_network(node: str, order: Mapping[str, Any]) -> Facts:
     """Run this machine's ranks of the network check; a collective operation across the agents of all machines.
 
-    `order` has `ranks`, each machine's name and number of ranks, in rank order; the `address` and `port` at which the
-    ranks meet; `run_id`, of their store; `use_gpu`, for NCCL instead of gloo; `interfaces`, by which machines reach the
-    others ('': gloo and NCCL choose); `join_seconds`, how long ranks wait for each other; and `seconds`, the time limit
-    of the whole check. The result has `bytes` and `seconds` of an all-reduce and the `backend`, or only the `problem`.
+    `order` has `ranks`, each machine's name and number of ranks, in rank order; the `address` and `port` of the first
+    machine, where the ranks meet; the `run_id` of their store; `use_gpu`, whether to use NCCL between GPUs instead of
+    gloo between CPUs; `interfaces`, the one over which each machine reaches the others ('' lets gloo and NCCL choose);
+    `join_seconds`, how long ranks wait for each other; and `seconds`, the time limit of the whole check. The result has
+    `bytes` and `seconds` of an all-reduce and the `backend`, or only the `problem` if the check failed.
     """
     names = [name for name, _ in order["ranks"]]
     counts = [count for _, count in order["ranks"]]

@@ -47,11 +47,14 @@ def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str
 class NodeLauncher:
     """The process of `zerovision/launch/local_ranks.py`, like a Popen that can be restarted.
 
-    It outlives its ranks, and forks the next start's without importing modules again. If it has ended, it is restarted.
+    It outlives its ranks, and forks the ranks of the next start without importing modules again. If it has ended, it is
+    restarted.
     """
 
     def __init__(self) -> None:
-        self.returncode: int | None = None  # of the first failed rank (shell's form) or the process (Popen's form)
+        # Of the last start: that of its first failed rank, in the shell's form, or that of the process itself, in
+        # Popen's form; None while the ranks run.
+        self.returncode: int | None = None
         self.ranks: dict[int, psutil.Process] = {}  # of the last start, by rank; empty until all exist
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None

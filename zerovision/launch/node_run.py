@@ -55,8 +55,10 @@ class Ending:
 
     code: int  # in the shell's form
     reason: str = ""  # without a trailing period
-    is_final: bool = True  # no start with the same settings may follow
-    hang_order: tuple[bool, int] | None = None  # hung rank: (not stopped, step); the least is the likely cause
+    is_final: bool = True  # whether no start with the same settings may follow
+    # After a hang, whether the hung rank's process was running rather than stopped, and the rank's step: the machine
+    # with the smallest value is the most likely cause.
+    hang_order: tuple[bool, int] | None = None
 
 
 class NodeRun:
@@ -82,7 +84,7 @@ class NodeRun:
         self._is_abandoned = False
 
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:
-        """Start the ranks; return when all processes have ended, including the launcher if no start can follow."""
+        """Start the ranks; return when their processes have ended, including the launcher if no start can follow."""
         child = self._launcher
         self._oom_kills = oom_kills()
         child.start(command, environment)

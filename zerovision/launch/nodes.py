@@ -211,7 +211,8 @@ class Nodes:
         assert process.stdin
         shell = Shell(process, host)
         shell.all_read.set()
-        # The pipe closes when the agent exits; silence may mean that all are paused, by Ctrl-Z or with a container.
+        # The pipe closes when the agent exits. Silence is no sign of failure: all processes may have been paused, by
+        # Ctrl-Z or with a container.
         return Node(host, Channel(reading, process.stdin.fileno()), shell, math.inf)
 
     def beat(self) -> None:

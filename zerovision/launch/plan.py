@@ -42,7 +42,7 @@ class Plan:
     shell: str  # how to reach the nodes: a key of `zerovision.launch.hosts.SHELLS`
     port: int  # on rank 0's node, at which the ranks meet; 0 for any free port
     folder: str = field(default_factory=os.getcwd)  # working directory of the ranks
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this launch's processes on every machine
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies the launch's processes on every machine
 
     @cached_property
     def software(self) -> dict[str, str]:
@@ -101,7 +101,7 @@ class Plan:
         """Return flags that preserve the global batch on this many nodes; with fewer, each runs more micro-steps."""
         if nodes == len(self.hosts) or self.config.batch_size == "auto":  # the ranks divide an automatic batch
             return []
-        # The flags of this start may change the number of micro-steps.
+        # `resuming`, the flags of this start, may change the number of micro-steps.
         config = check_training([*self.arguments, *resuming]) if resuming else self.config
         return [f"--gradient-accumulation-steps={self._micro_steps(config) // nodes}"]
 

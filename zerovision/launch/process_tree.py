@@ -101,7 +101,8 @@ def shell_exit_code(code: int) -> int:
 def remove_stale_build_locks(folder: Path) -> None:
     """Remove the locks of compile jobs that have ended; print a note about jobs that may be running on another machine.
 
-    torch keeps a lock open while it compiles. Our ranks sign theirs; others are stale after `LONGEST_BUILD_SECONDS`.
+    torch keeps a lock's file open while it compiles, so locks in use on this machine are known. Ranks sign their locks
+    with `process_space`; a lock without this machine's signature is stale after `LONGEST_BUILD_SECONDS`.
     """
     locks = {str(path) for path in folder.glob("**/lock")}
     for process in psutil.process_iter() if locks else ():

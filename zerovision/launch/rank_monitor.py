@@ -48,7 +48,7 @@ class Death:
     rank: int
     process: str  # host and pid of the rank, for messages
     code: int | None  # in Popen's form, -n for signal n; None if unknown
-    noted: bool  # the rank's last heartbeat contained an exit code
+    noted: bool  # whether the rank's last heartbeat contained an exit code
     seconds: float  # when the death was noticed, on the monotonic clock
 
     @property

@@ -145,8 +145,8 @@ def next_rendezvous(
 ) -> Rendezvous | None:
     """Connect to the plan's hosts and wait until enough are ready; return None if a signal arrives first.
 
-    Doubtful hosts are used only if there are too few others. CannotStart is raised if too few hosts answer in time or,
-    unless `is_restart`, if a host refuses the connection or cannot be used.
+    Doubtful hosts are used only if there are too few others. CannotStart is raised if too few hosts can be used in time
+    and, unless `is_restart`, even if only one refuses the connection or cannot be used.
     """
     roster = Roster(nodes, plan.hosts, plan.prepare)
     patience_s = PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS
@@ -196,7 +196,7 @@ def unfit_hosts(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool)
     if short := {host: reason for host, answer in answers.items() if (reason := _too_few(answer, wanted, has_gpus))}:
         return short, f"{wanted} {'GPUs' if has_gpus else 'CPU ranks'} per node requested."
     software = {host: answer["software"] for host, answer in answers.items()}
-    # By a restart, the code here may have changed; the software at the time of the launch still breaks ties.
+    # By a restart, the launching machine's code may have changed; its software at the launch still breaks ties.
     others = differences(software if is_restart else {**software, LAUNCHING: plan.software}, plan.software)
     if plan.given.allow_differences:
         if others:
@@ -263,7 +263,8 @@ def by_reason(unfit: Mapping[str, str]) -> str:
 def reachable_addresses(known: Sequence[str], own: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
     """Return, for each machine, the address at which the other machines reach it, or ''.
 
-    `known` are addresses that ssh or Slurm used or names resolve to, or ''; `own` is each machine's `own_addresses`.
+    `known` has the address of each machine that ssh or Slurm used, or to which its name resolves, or ''; `own` has the
+    `own_addresses` of each machine.
     """
     if len(known) == 1:
         return ["127.0.0.1"]

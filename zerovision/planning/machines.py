@@ -26,7 +26,7 @@ class Gpu:
     """The device of one rank: a GPU, or a CPU rank's share of a machine."""
 
     name: str  # a value for `--gpu`, the driver's name, or `CPU`
-    memory_bytes: int  # by `--gpu`, 10^9 bytes per GB of the data sheet: slightly less than the driver reports
+    memory_bytes: int  # with `--gpu`, 10^9 bytes per GB in the data sheet: less than the driver reports
     has_bf16: bool = True  # whether its tensor cores support bf16
 
     @property
@@ -67,7 +67,7 @@ GPUS = {
 def find_gpu(name: str) -> Gpu:
     """Return a GPU by its key in `GPUS`; punctuation may differ, and the memory size is optional: 'H100', 'RTX 3090'.
 
-    A size alone, such as '8gb', means any GPU with that memory and bf16. Other names raise a UserError.
+    A size alone, such as '8gb', means any GPU with that memory and bf16. Unknown and ambiguous names raise a UserError.
     """
     if size := re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,3})?)\s*gi?b\s*", name.lower()):
         gigabytes = float(size[1])

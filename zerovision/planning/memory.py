@@ -45,7 +45,7 @@ class RankShare:
 
     sizes: ModelSizes  # of the whole network, or of the rank's stages
     activations: Activations  # of all micro-batches that the rank has in flight
-    start: int = 0  # bytes before the network is divided, including a trial micro-batch on the whole network
+    start: int = 0  # bytes needed before the network is divided, including a trial micro-batch on all of it
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the memory of one rank by plain arithmetic.
 
-    `engine` is 'torch' or 'deepspeed'; `device` is 'cpu', for ranks on one machine, or 'cuda'. `optimizer_values` are
-    kept per trained parameter: 2 for AdamW, plus 1 for each running average of the weights.
+    `engine` is 'torch' or 'deepspeed'; `device` is 'cpu', for ranks on one machine, or 'cuda'. `optimizer_values` is
+    the number of values kept per trained parameter: 2 for AdamW, plus 1 for each running average of the weights.
     """
     sizes, activations = share.sizes, share.activations
     ranks, accumulates = plan.shards * plan.replicas, accumulation_steps > 1
@@ -160,7 +160,8 @@ class _Needs:
 def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, tree: StepTree, *, shares_memory: bool) -> _Needs:
     """Return the bytes for stage 1 of PyTorch's engine, where gradients and their sums keep their memory between steps.
 
-    Ranks that share memory share one copy of the weights; other ranks receive the sums of all ranks for their own part.
+    Ranks that share memory share one copy of the weights, a part of which is attributed to each rank; other ranks
+    receive the sums of all ranks for their own part.
     """
     whole, part = _whole_and_part(sizes, plan)
     # Full-size gradients: the running sum, and the sums that the tree sets aside.
@@ -173,9 +174,10 @@ def _flat_buffers(sizes: ModelSizes, plan: ParallelPlan, ranks: int, tree: StepT
 def _fsdp2(sizes: ModelSizes, plan: ParallelPlan, leaves: Leaves) -> _Needs:
     """Return the bytes for stages 2 and 3 of PyTorch's engine; a single rank has plain parameters.
 
-    Stage 2 keeps all weights. Stage 3 keeps those outside all blocks, and gathers the next block while one block's
-    gradients are sent. The largest block's gradients are copied and sent as a whole, and gradients outside all blocks
-    at the end of the backward pass.
+    Besides its own part, a rank keeps all weights at stage 2. At stage 3, it keeps the weights outside all blocks and
+    those of a neighbor of the largest block, because the next block is gathered while one block's gradients are sent.
+    The largest block's gradients are copied and sent as a whole; those outside all blocks are sent at the end of the
+    backward pass.
     """
     whole, part = _whole_and_part(sizes, plan)
     # The largest number of partial gradient sums that a rank keeps from one micro-step to the next.

@@ -177,7 +177,10 @@ def fits(job: PlannedJob, config: TrainConfig, share: float = 1.0) -> bool:
 
 
 def engines_of(job: PlannedJob, config: TrainConfig) -> list[TrainConfig]:
-    """Return the config and, if its engine is 'auto', one for each other that supports it, or raise a UserError."""
+    """Return the configuration and, if its engine is 'auto', one for each engine besides the default that supports it.
+
+    A UserError is raised if the default or the requested engine does not support the configuration.
+    """
     default = evaluate(job, config, counts_activations=False).engine
     found = [config]
     for name in ENGINES if config.engine == "auto" else ():
@@ -202,7 +205,10 @@ def options(job: PlannedJob) -> list[Option]:
 
 
 def with_planned_batch(job: PlannedJob) -> PlannedJob:
-    """Return the job with the largest batch that should fit, or else the smallest, for `auto`; or raise a UserError."""
+    """Return the job with the largest batch size predicted to fit in place of `auto`, or the smallest if none fits.
+
+    A UserError is raised if the ranks cannot share the global batch.
+    """
     config = job.config
     if config.batch_size != "auto":
         return job
@@ -215,7 +221,7 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
 
 
 def filling_batch(job: PlannedJob, chosen: Option) -> Option:
-    """Return the option without accumulation with the most images that should fit, or `chosen` if it has as many.
+    """Return the option without accumulation and with the most images predicted to fit, or `chosen` if none has more.
 
     The memory of the backward pass grows about linearly with the number of images. The line through the last two sizes
     predicts where it reaches `FILL` of the GPU; the memory at that size then improves the estimate.

@@ -92,7 +92,10 @@ def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> t
 
 
 def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportSettings) -> CheckImages:
-    """Read validation images, evenly spaced if not all are used, or raise a UserError, and run the network on them."""
+    """Read validation images (evenly spaced ones if not all are used), and run the network on them.
+
+    A UserError is raised if no image can be read, or if any cannot be read and bad images are not allowed.
+    """
     dataset = data.datasets.val
     bytes_per_image = 4 * dataset.source.channels * math.prod(dataset.preprocessing.sides)
     images, indices = _read(dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
@@ -128,7 +131,7 @@ def _read(dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Disable gradients and PyTorch's warnings while the block traces a network, and make any error a UserError."""
+    """Disable gradients and PyTorch's warnings while the block traces a network; turn any error into a UserError."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # PyTorch's own deprecation warnings
         try:
@@ -177,7 +180,7 @@ class StoredInBf16(nn.Module):
 
 
 def write_torch_export(job: ExportJob, path: Path) -> None:
-    """Trace the network with a dynamic batch dimension, or raise a UserError, and write the traced program."""
+    """Trace the network with a dynamic batch dimension (or raise a UserError), and write the traced program."""
     module = StoredInBf16(job.module) if job.settings.precision == "bf16" else job.module
     with tracing():
         program = torch.export.export(module, (job.example(),), dynamic_shapes=job.free_sides)

@@ -37,7 +37,7 @@ CALIBRATION_BATCH = 32
 
 
 def write_onnx(job: ExportJob, path: Path) -> Path | None:
-    """Write the graph in the job's precision, and return the path of the fp32 file to compare an int8 file with.
+    """Write the graph in the job's precision, and return the fp32 file to compare an int8 file with, or None.
 
     The file is validated with onnx's own checker, including shape inference. Temporary files may remain next to `path`.
     """
@@ -104,7 +104,10 @@ def export_graph(job: ExportJob) -> ModelProto:
 
 
 def _store_in_bf16(model: ModelProto) -> None:
-    """Store matrices and kernels in bf16, each followed by a Cast to fp32: onnxruntime has no bf16 CPU convolutions."""
+    """Store matrices and kernels in bf16, each followed by a Cast to fp32; vectors are not changed.
+
+    Such a file runs anywhere, whereas onnxruntime's CPU kernels for convolutions do not support bf16.
+    """
     casts = []
     for tensor in model.graph.initializer:
         if tensor.data_type != TensorProto.FLOAT or len(tensor.dims) < 2:

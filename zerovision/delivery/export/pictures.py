@@ -29,9 +29,10 @@ EXAMPLE = (2, 37, 53)  # pictures, height and width; sizes that are 1 or equal w
 
 
 class FromPictures(nn.Module):
-    """Wraps a network, from float32 [N, C, H, W] to logits [N, classes], with `predict`'s steps before and after it.
+    """Wraps a network with the steps that `predict` performs before and after it.
 
-    A UserError is raised if the images are not 8-bit, or if a filter without antialiasing resizes them.
+    The network maps float32 [N, C, H, W] to logits [N, classes]. A UserError is raised if its images are not 8-bit, or
+    if a filter without antialiasing resizes them.
     """
 
     mean: torch.Tensor

@@ -29,7 +29,7 @@ class Line(NamedTuple):
     style: int  # index of the color and dash pattern, starting at 1
     x: np.ndarray  # float64 [N], in ascending order
     y: np.ndarray  # float64 [N]; a non-finite value leaves a gap
-    switch: str  # the legend toggles all lines on the page with the same key together
+    switch: str  # a key: the legend toggles all lines on the page with the same key together
     is_faint: bool = False  # a thin line without dots
 
 
@@ -115,7 +115,10 @@ def draw(key: str, title: str, lines: Sequence[Line], frame: Frame) -> Chart | N
 
 
 def thin(line: Line, columns: int) -> Line:
-    """Keep only the lowest and highest point in each of `columns` equal columns, and both ends; NaN marks each gap."""
+    """Keep only the lowest and highest point in each of `columns` columns of equal width, and both end points.
+
+    Non-finite values become NaN; a column without a finite value keeps one point.
+    """
     x, y = line.x, np.where(np.isfinite(line.y), line.y, np.nan)
     if len(x) > 2 * columns:
         keep = {0, len(x) - 1}
@@ -181,7 +184,10 @@ def _spread_labels(drawn: Sequence[dict[str, Any]]) -> None:
 
 
 def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str, Any]:
-    """Return `rows` of each line's last value up to an x value of the sparsest line, and how many are `left_out`."""
+    """Return `rows` of text at the x values of the sparsest line, and the number of rows `left_out`.
+
+    A line's value at x is the value of its last point at or before x.
+    """
     candidates = sorted((np.unique(line.x) for line in lines), key=len)
     places = next((found for found in candidates if len(found) > 2), candidates[0])
     chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), TABLE_ROWS)).round().astype(int))

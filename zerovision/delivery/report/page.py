@@ -202,7 +202,7 @@ class Judged(NamedTuple):
 
 
 def compare(folders: Sequence[Path]) -> list[str]:
-    """Return a sentence that compares each later run with the first, or raise a UserError if scores are damaged."""
+    """Return a sentence for each later run that compares it with the first, or raise a UserError for damaged scores."""
     if len(folders) < 2:
         return []
     names, judged = [clip(name) for name in names_of(folders)], [_read_judged(folder) for folder in folders]

@@ -89,7 +89,10 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
 
 
 def sample_images(run: Path, scores: Mapping[str, Any], kind: str, most: int) -> list[dict[str, str]]:
-    """Return sample images of a run's evaluation, for `WORST` only misclassified ones; a missing picture is ''."""
+    """Return sample images of a run's evaluation: only misclassified images for `WORST`, and all images for `TYPICAL`.
+
+    `data_uri` is empty if the image cannot be read; `why` is empty if no picture explains the prediction.
+    """
     names = [clip(str(one["name"])) for one in scores["classes"]]
     chosen = [
         (run / EVALUATION / kind / f"{number:03d}", one)

@@ -30,17 +30,20 @@ IMAGES_WORTH_WORKERS = 1000  # fewer images are read faster than a process start
 
 
 class Catalogue:
-    """The images of all parts, numbered in their order; `class_names` has a name for each label or set of labels."""
+    """The images of all parts, numbered in the order of the parts.
+
+    `class_names` has a name for each label, or for each set of labels.
+    """
 
     def __init__(self, datasets: DatasetPair) -> None:
         self._sets = datasets.parts
         self._starts = np.cumsum([0, *map(len, self._sets.values())])
         self.class_names, self.num_classes = datasets.label_names, len(datasets.class_names)
         self.has_several = datasets.sets is not None  # whether an image may have several labels
-        self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])  # [N]
+        self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])  # [N], of each image
         self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])  # int64 [N]
         self.unreadable: dict[int, str] = {}  # why `read` could not read an image, by image number
-        self.groups = [group for set_ in self._sets.values() for group in _groups(set_)]  # in the table; '' for none
+        self.groups = [group for set_ in self._sets.values() for group in _groups(set_)]  # of each image, or ''
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -50,9 +50,12 @@ class Copy(NamedTuple):
 
 
 def find_copies(pictures: np.ndarray) -> list[Copy]:
-    """Return the pairs of gray images, uint8 [N, SIDE, SIDE], of the same scene with at least `REPORTED` confidence."""
+    """Return the pairs of images that show the same scene with a confidence of `REPORTED` or more.
+
+    `pictures` are the whole images in gray, uint8 [N, SIDE, SIDE]; blank ones are skipped.
+    """
     images = torch.from_numpy(pictures)
-    seen = torch.cat([part.float().flatten(1).std(1) >= FLAT_LEVELS for part in images.split(4096)])  # not blank
+    seen = torch.cat([part.float().flatten(1).std(1) >= FLAT_LEVELS for part in images.split(4096)])
     numbers = seen.nonzero()[:, 0]
     images = images[seen]
     if len(images) < 2:

@@ -64,8 +64,8 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
 def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return, for each image, the mean prediction of two classifiers that were not trained on it, float64 [N, K].
 
-    Logistic regression and nearest neighbors are each trained on four fifths of the images, whose features are float32
-    [N, F] and labels int64 [N], 0 to K - 1, each at least `FOLDS` times.
+    Logistic regression and nearest neighbors are each trained on four fifths of the images. `features` are float32
+    [N, F], and `labels` int64 [N], 0 to K - 1, each at least `FOLDS` times.
     """
     features = StandardScaler().fit_transform(features)
     if min(features.shape) > MOST_FEATURES:
@@ -88,10 +88,12 @@ def wrong_label_probabilities(
 
     The given label g of an image of the true class k is modeled as drawn from row k of a matrix Q, which is estimated
     together with the true classes by expectation maximization (Dawid & Skene 1979, https://doi.org/10.2307/2346806,
-    with one observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. P(k | image), float64 [N, K], must be
-    from a classifier that was not trained on the image. A class whose labels are seldom wrong needs more evidence than
-    a class that is often confused. The temperature is the value in `TEMPERATURES` that makes the given labels, int64
-    [N], most likely.
+    with one observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. A class whose labels are seldom wrong
+    needs more evidence than a class that is often confused. The temperature is the value in `TEMPERATURES` that makes
+    the given labels most likely.
+
+    `probabilities` are P(k | image), float64 [N, K], from a classifier that was not trained on the image; `labels` are
+    int64 [N].
     """
     count, classes = probabilities.shape
     given = np.eye(classes)[labels]
@@ -115,7 +117,10 @@ def wrong_label_probabilities(
 
 
 def outliers(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of outliers in float32 [N, F], and their distances relative to the limit, farthest first."""
+    """Return the positions of images far from all others, and each distance in multiples of the limit, farthest first.
+
+    `features` are float32 [N, F].
+    """
     if len(features) <= OUTLIER_RANK + 1:
         return np.empty(0, dtype=np.int64), np.empty(0)
     features = StandardScaler().fit_transform(features)

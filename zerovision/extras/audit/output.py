@@ -38,7 +38,7 @@ def write_audit(
 ) -> None:
     """Write all files of an audit, replacing those of an earlier one; if this fails, the folder is not changed.
 
-    `facts` has `data`, `run`, `small_classes` and `notes`; the most certain findings of each kind come first. A
+    `facts` has `data`, `run`, `small_classes` and `notes`; `findings` has the most certain ones of each kind first. A
     UserError is raised if the folder contains anything but an audit, or cannot be written to.
     """
     check_output(folder)
@@ -89,7 +89,10 @@ def _into_one_part(numbers: Sequence[int], groups: list[str], parts: list[str], 
 
 
 def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
-    """Return the fixes in a file, which may have been edited, or raise a UserError if they do not match the data."""
+    """Return the fixes in a file, which may have been edited.
+
+    A UserError is raised if the file cannot be read, or if a line does not match the data or the format.
+    """
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
     if len(numbers) < len(catalogue):
         raise UserError(f"--fixes {path}: several lines of the data name the same file: change {FIXED} itself.")
