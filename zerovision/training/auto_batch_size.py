@@ -81,8 +81,9 @@ def choose_batch_size(run: Run) -> Run:
     """Return the run with `--batch-size auto` resolved to a number, and a note for the log; a collective.
 
     A run keeps the number that its first start found, even on a different number of ranks, if those ranks can share the
-    global batch evenly. If no number fits, raise a UserError on all ranks, or a MemoryError if `--on-oom adapt` lets
-    the launcher continue with smaller settings.
+    global batch evenly. If the ranks cannot share the global batch evenly, or not even the smallest micro-batch fits,
+    raise a UserError on all ranks; in the second case, raise a MemoryError instead if `--on-oom adapt` lets the
+    launcher continue with smaller settings.
     """
     config, world = run.config, run.world
     if config.batch_size != "auto":  # a resumed run has the number of its checkpoint
@@ -106,7 +107,10 @@ def choose_batch_size(run: Run) -> Run:
 
 
 def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -> int | None:
-    """Return the index of the largest size that fits, or None; `planned` are ascending bytes, up to a constant."""
+    """Return the index of the largest size that fits, or None if the smallest does not fit.
+
+    `planned` contains the predicted bytes of each size, in ascending order; only their differences matter.
+    """
     fitting, too_large, place = -1, len(planned), 0
     while fitting < place < too_large:
         found = measure(place)
@@ -185,7 +189,10 @@ def _plan(run: Run, configs: Sequence[TrainConfig]) -> list[int]:
 
 
 def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
-    """Run a trial of `STEPS` steps; a collective. One of several ranks that is out of memory ends this start."""
+    """Run a trial of `STEPS` optimizer steps; a collective.
+
+    If one of several ranks runs out of memory, it calls `record` and raises AnotherStartNeededError.
+    """
     if run.config.learning_rate == "auto":  # resolved after the batch size
         run = run.changed(learning_rate=run.config.default_rate)
     config, world, is_short = run.config, run.world, False

@@ -55,7 +55,10 @@ Losses = Sequence[float | None]  # one per step, in nats; None or NaN for a step
 
 
 def choose_learning_rate(run: Run) -> Run:
-    """Return the run with a number for `--learning-rate auto`, and a note, or raise a UserError; a collective."""
+    """Return the run with `--learning-rate auto` resolved to a number, and a note for the log; a collective.
+
+    If no rate clearly lowers the loss, raise a UserError on all ranks.
+    """
     config, world = run.config, run.world
     if config.learning_rate != "auto":
         return run
@@ -143,7 +146,7 @@ def find_rate(
                 best, in_vain = rate, 0
             else:
                 in_vain += 1
-    # The first losses of all rates, because at too high a rate even they exceed the loss of the initial weights.
+    # Compare with the first losses of all rates: at too high a rate, even these exceed the loss of the initial weights.
     return best if has_fallen(tried[best], [guess, *map(first_loss, tried.values())]) else None, tried
 
 

@@ -86,10 +86,10 @@ def _add(features: SampleRows, read: list[torch.Tensor], batch: Batch, _logits: 
 
 @torch.no_grad()
 def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[torch.Tensor]) -> float:
-    """Make the model also accept features [B, D]; return the largest relative difference from images; a collective.
+    """Make the model also accept features [B, D], to which training applies the dropout before the head; a collective.
 
-    In training, features go through the dropout before the head. Its rate is chosen so that features and images yield
-    the same result from the same random numbers.
+    The dropout rate is chosen so that features and images yield the same result from the same random numbers. Return
+    the difference that remains between the two results, relative to the largest number.
     """
     engine, device = run.state.engine, run.world.device
     module, rate = engine.module, 0.0

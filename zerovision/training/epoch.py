@@ -130,7 +130,10 @@ def _keep_best(run: Run, scores: Scores) -> tuple[Callable[[], None] | None, str
 
 
 def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:
-    """Return why an epoch with these mean losses (nats) has diverged, relative to a guess among `choices`, or None."""
+    """Return the reason why an epoch with these mean losses, in nats, has diverged, or None if it has not.
+
+    The losses are compared with the loss of a uniform guess among `choices` possibilities.
+    """
     guess = math.log(max(choices, 2))
     for name, loss in (("validation loss", val_loss), ("training loss", train_loss)):
         if not math.isfinite(loss):
@@ -153,7 +156,10 @@ class _WholeModel:
 
 
 def judge_test(run: Run) -> None:
-    """Evaluate the test part once and write its scores; a collective. Errors are only logged: the weights are saved."""
+    """Evaluate the test part and write its scores to a separate folder, unless they already exist; a collective.
+
+    An error is only logged; the run does not fail, because its weights are already saved.
+    """
     test, world, folder = run.data.test, run.world, run.folder
     best_epoch = run.state.progress.best_epoch
     if test is None or not broadcast_object(best_epoch > 0 and _is_due(run), world):

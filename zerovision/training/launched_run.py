@@ -27,8 +27,9 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
     """Train on the ranks that scripts/launch_distributed.sh would start, print their output, and return the exit code.
 
     SIGINT, SIGTERM and SIGUSR1 sent to this process are forwarded to the ranks, which save and stop; they also do so if
-    this process dies. If the machine has no GPU, `gpus` is the number of CPU ranks. Raise a UserError for a wrong
-    value, or if this process is itself a launcher's rank.
+    this process dies. If the machine has no GPU, `gpus` is the number of CPU ranks. For the values of the exit code,
+    see `zerovision.training.run.run`. Raise a UserError for a wrong value, or if this process is itself a launcher's
+    rank.
     """
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS_PER_NODE:
         raise UserError(f"gpus {shown(gpus)}: expected a whole number from 1 to {MOST_GPUS_PER_NODE}.")

@@ -161,15 +161,20 @@ def seed_own_leaf(run: Run, position: int, micro_step: int) -> None:
 
 
 def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> None:
-    """Seed dropout by step and leaf (see `base.leaves`), so that no resume and no number of ranks changes the masks."""
+    """Make dropout depend only on (seed, step, leaf of the step); for leaves, see `base.leaves`.
+
+    A run that resumes inside an epoch therefore needs no stored generator state, and the same micro-batches get the
+    same masks on any number of ranks.
+    """
     state = np.random.SeedSequence((seed, position, leaf)).generate_state(1, np.uint64)
     seed_generators(int(state[0] >> 1), device)
 
 
 class SafeBatches:
-    """An iterator over `count` batches; after an unreadable image, they are zeros of weight 0 until all ranks stop.
+    """An iterator over `count` batches that continues after an unreadable image.
 
-    If a rank raised an error in the middle of a step, the other ranks would wait for it in a collective.
+    If a rank raised an error in the middle of a step, the other ranks would wait for it in a collective. So after an
+    error, the rank continues with empty batches of weight 0 until all ranks have agreed to stop.
     """
 
     def __init__(self, batches: Iterable[Batch], count: int, run: Run) -> None:

@@ -71,7 +71,11 @@ DATA_SET, GLOBAL_BATCH, NORMALIZATION = "data set", "global batch", "normalizati
 
 
 def choose_checkpoint(run: Run) -> Run:
-    """Find the checkpoint to resume from and the settings that the run keeps, or raise a UserError; a collective."""
+    """Find the checkpoint to resume from, and apply the settings that a run keeps: preprocessing, batch and threads.
+
+    This is a collective. If a requested checkpoint is missing or damaged, or does not fit, raise a UserError on all
+    ranks.
+    """
     config, data, world, names = run.config, run.data, run.world, None
     found, notes = find_checkpoint(config, run.folder, world, is_restart=run.start.origin.restarts > 0)
     if found is None:
@@ -89,7 +93,10 @@ def choose_checkpoint(run: Run) -> Run:
 
 
 def resumed(found: FoundCheckpoint, config: TrainConfig) -> Resumed:
-    """Return what a run takes from its checkpoint, or raise a UserError; only this function reads these values."""
+    """Return what a run takes from its checkpoint, or raise a UserError.
+
+    This function alone reads and checks these values of a manifest.
+    """
     manifest, path = found.manifest, found.path
     epochs, batch_size = (manifest.config.get(name) for name in ("epochs", "batch_size"))
     global_batch = manifest.identity.get(GLOBAL_BATCH)
@@ -145,10 +152,11 @@ def find_checkpoint(
 
 
 def keep_global_batch(config: TrainConfig, found: Resumed | None, ranks: int) -> TrainConfig:
-    """Return the configuration for the checkpoint's global batch or `--global-batch`, or raise a UserError.
+    """Return the configuration with the accumulation steps for the checkpoint's global batch or `--global-batch`.
 
     With `--batch-size auto`, the micro-batch is the checkpoint's or, if that does not divide a rank's share of the
-    global batch, a smaller one that does. Without a checkpoint, the micro-batch is chosen later.
+    global batch, a smaller one that does. Without a checkpoint, the micro-batch is chosen later. If ranks times batch
+    size does not divide the global batch, raise a UserError.
     """
     if found is None:
         return config if config.batch_size == "auto" else divide_given(config, ranks)
@@ -177,7 +185,10 @@ def preparation_of(data: DatasetPair) -> dict[str, Any]:
 
 
 def keep_groups(config: TrainConfig, names: Iterable[str] | None, world: World) -> tuple[TrainConfig, int, list[str]]:
-    """Divide the ranks into independent groups, if the run uses them (see `Way.divide_ranks`); a collective."""
+    """Divide the ranks into independent groups, if the run uses them (see `Way.divide_ranks`); a collective.
+
+    Return the configuration with the intended number of groups, the current number of groups, and notes for the log.
+    """
     divided = (way.divide_ranks(names, world) for way in ways_of(config, TORCH))
     settings, groups, notes = next((one for one in divided if one[0]), ({}, 1, []))
     return dataclasses.replace(config, **settings), groups, notes

@@ -111,7 +111,7 @@ class KeptSteps(RunLogger):
 
     def __init__(self) -> None:
         self.losses: list[float | None] = []  # in nats; None or NaN for a step without a loss
-        self.times: list[float] = []  # in seconds
+        self.times: list[float] = []  # completion times, in seconds
 
     def steps(self, point: StepPoint) -> None:
         self.losses.append(point.loss)
@@ -152,7 +152,10 @@ TRIAL_FOLDER = "time-trial"
 
 
 def limit_epochs(run: Run) -> Run:
-    """Limit the epochs by `--minutes`, with a note; a collective. A resumed run keeps them: see `saved_and_given`."""
+    """Return the run with no more epochs than `--minutes` allows, and a note for the log; a collective.
+
+    A resumed run keeps its number of epochs; see `saved_and_given`.
+    """
     config, world = run.config, run.world
     if not config.minutes or config.solver == "lbfgs":  # lbfgs has no epochs
         return run.changed(minutes=0.0)

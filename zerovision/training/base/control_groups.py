@@ -20,7 +20,8 @@ OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) -> Iterator[Path]:
     """Yield the paths at which this process's control groups may have a file, innermost group first.
 
-    A file of `controller`, 'memory' or 'cpu', is called `old_name` under version 1. `root` contains /proc and /sys.
+    The file of `controller`, 'memory' or 'cpu', is called `name` under version 2 of control groups and `old_name` under
+    version 1. The folder `root` contains /proc and /sys.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -38,7 +38,10 @@ def show_score(name: str, value: float) -> str:
 
 
 def says_top5(classes: int, task: str) -> bool:
-    """Return whether to show top-5: it is 100 % for up to 5 classes, and meaningless for several labels per image."""
+    """Return whether to show top-5: it is 100 % for up to 5 classes, and meaningless for several labels per image.
+
+    For `task`, see `Scores`.
+    """
     return classes > 5 and not task
 
 

@@ -91,7 +91,10 @@ class SpanClock:
         return self._marks.seconds()
 
     def belongs_here(self) -> bool:
-        """Return whether to measure here: on the training thread, or on autograd's thread during the backward pass."""
+        """Return whether to measure here: on the training thread, or on autograd's thread during the backward pass.
+
+        The thread that writes checkpoints is not measured, nor is the capture of a CUDA graph.
+        """
         is_training = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
         is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         return is_training and not is_recorded

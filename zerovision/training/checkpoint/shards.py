@@ -148,7 +148,10 @@ def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
 
 
 def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFacts:
-    """Write frozen weights, from any device, as a shard without moments, and wait until the file is on disk."""
+    """Write frozen weights, from any device, as a shard without moments, and wait until the file is on disk.
+
+    If writing fails, raise OSError or SafetensorError.
+    """
     tensors = {
         box_key(WEIGHTS, name, [0] * parameter.ndim): parameter.detach().cpu().contiguous()
         for name, parameter in parameters.items()
@@ -195,7 +198,7 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.shapes = manifest.parameters
+        self.shapes = manifest.parameters  # by name
         self._boxes: dict[str, dict[str, list[_Box]]] = {WEIGHTS: {}, BUFFER: {}, EPOCH_SUMS: {}}
         try:
             for file_name in file_names(manifest):
@@ -264,7 +267,10 @@ class CheckpointReader:
         return result
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
-        """Return a data rank's share of the sums so far; if the number of data ranks changed, rank 0 has the total."""
+        """Return a rank's share of the epoch's sums so far; if the number of ranks changed, rank 0 has the total.
+
+        Both arguments count only the ranks with their own images.
+        """
         sums = [box.stored[0] for box in _in_order(self._boxes[EPOCH_SUMS][""])]
         if world_size == self._ranks:
             return sums[rank]

@@ -164,7 +164,10 @@ def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
 
 
 def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints up to the one that `last` names, or else all, newest first, and notes for the log."""
+    """Return the checkpoints, newest first, and notes for the log.
+
+    Checkpoints newer than the one that `last` names are left out, unless no other checkpoint exists.
+    """
     if not folder.is_dir():
         return [], []
     names = _names(folder)

@@ -72,9 +72,10 @@ def save_weights(
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, with copies of those that share memory or are not contiguous, which safetensors rejects.
+    """Return the tensors, with copies of those that safetensors rejects.
 
-    The others are not copied, because memory may not suffice for a copy of the whole network.
+    These share memory, as views into a flat buffer do, or are not contiguous. The others are not copied, because memory
+    may not suffice for a copy of the whole network.
     """
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
 

@@ -108,7 +108,10 @@ def _parse_json_or_yaml(text: str) -> Any:
 
 
 class _PlainLoader(yaml.BaseLoader):
-    """Reads a single mapping to words; nesting and aliases, which could grow without limit, are rejected."""
+    """Reads a single mapping to words, as on a command line.
+
+    Nested structures and aliases are rejected, because they could grow without limit while they are read.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Reject everything but scalars below the top level."""

@@ -29,7 +29,8 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     """Return the settings of the resumed run, or of a preset for a new run, overridden by the given settings.
 
     A run saves the value that "auto" was resolved to, and a later "auto" means this value. However, `--batch-size auto`
-    is limited to sizes that the ranks of this start can share. A UserError is raised if its plug-ins are not loaded.
+    is limited to sizes that the ranks of this start can share. If the resumed run was made with plug-ins that are not
+    loaded, raise a UserError.
     """
     saved = saved_settings(given)
     if needed := names_of(saved.pop(PLUGIN, "")):

@@ -46,7 +46,10 @@ def allowed_names(field: dataclasses.Field) -> list[str]:
 
 
 def read_value(field: dataclasses.Field, value: Any) -> Any:
-    """Convert a word, or a value of JSON or Python, to the field's type whatever its range, or raise a ValueError."""
+    """Convert a word, or a value of JSON or Python, to the field's type, or raise ValueError.
+
+    Ranges are checked later.
+    """
     kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
     text = str(value)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):

@@ -47,7 +47,7 @@ def resized_centre(
 
     If an image thinner than 1:20 is enlarged, only the pixels that contribute to the center are read. The resulting
     bytes equal those of `resize` and `center_crop` where PyTorch resizes bytes natively (x86 with AVX2, ARM).
-    Elsewhere, uint8 differs by at most 1; float32 differs by rounding errors.
+    Elsewhere, values of a uint8 image differ by at most 1, and those of a float32 image by rounding errors.
     """
     height, width = image.shape[-2:]
     (rows_there, columns_there), centre = sides(resize_size), sides(size)
@@ -142,7 +142,8 @@ def random_box(
 
     The area and the log-uniform aspect ratio are drawn up to 10 times until they fit; if they never fit, the result is
     the largest central part with an allowed aspect ratio. The distribution is the same as in torchvision's
-    `RandomResizedCrop.make_params`. `draws` are `CROP_DRAWS` numbers, uniform in [0, 1).
+    `RandomResizedCrop.make_params`. `draws` are `CROP_DRAWS` numbers, uniform in [0, 1). `ratio` is the smallest and
+    largest width, as a multiple of the height.
     """
     across, down = draws[0], draws[1]
     log_ratio = (math.log(ratio[0]), math.log(ratio[1]))

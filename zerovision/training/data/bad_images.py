@@ -34,8 +34,8 @@ def read_or_replace(
 ) -> tuple[torch.Tensor, ImageError | None]:
     """Read an image, or replace it with the next readable one, so that BatchNorm sees a real image in its slot.
 
-    Return the error of a replaced image, too, whose slot then gets weight 0. Raise ImageError if no unreadable images
-    are allowed, or a UserError if more than `dataset.most_bad` consecutive images are unreadable.
+    If the image was replaced, also return the error; its slot then gets weight 0. Raise ImageError if no unreadable
+    images are allowed, or a UserError if more than `dataset.most_bad` consecutive images are unreadable.
     """
     try:
         return read(index), None

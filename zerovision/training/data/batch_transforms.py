@@ -47,7 +47,10 @@ class RandomErasing:
         self._noise_shape = {"const": None, "rand": (1, 1, channels), "pixel": (*sides(size), channels)}[mode]
 
     def __call__(self, images: torch.Tensor, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
-        """Erase rectangles in place in float32 [B, C, S, S], normalized and channels_last; see `BatchKey.draw_keys`."""
+        """Erase rectangles in place in images, float32 [B, C, S, S], normalized and channels_last.
+
+        For `draw_keys`, see `BatchKey`.
+        """
         draws = uniform_draws(self._seed, epoch, draw_keys, ERASING_DRAWS, first=FIRST_ERASING_DRAW)
         boxes = erased_boxes(self._size, self._probability, draws)
         if boxes.shape[1] == 0:
@@ -140,7 +143,10 @@ class BatchTransforms:
         return images
 
     def from_set(self, padded: torch.Tensor, positions: np.ndarray, epoch: int, draw_keys: np.ndarray) -> torch.Tensor:
-        """Transform the images at `positions`, int64 [B], of a set padded by `with_border`; see `__call__`."""
+        """Transform the images at `positions`, int64 [B], of a set padded by `with_border`; see `__call__`.
+
+        The padded set is uint8 or float32 [N, S + 2 * border, S + 2 * border, 1 or C].
+        """
         if not self.augmentation.shift and self.augmentation.mirror == "off":
             places = to_device(torch.from_numpy(positions), padded.device)
             return self._finish(padded.index_select(0, places), epoch, draw_keys)

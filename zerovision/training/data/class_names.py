@@ -36,9 +36,10 @@ def clean(text: str) -> str:
 
 
 def label_of(value: object) -> Label | None:
-    """Return the name or whole number in a cell, JSON value, array element or folder name; None for null and -1.
+    """Return the label in a cell, a JSON value, an array element or a folder name, or None if there is none.
 
-    For any other value, raise ValueError; its message completes a sentence that begins with the location.
+    The label is a whole number if the value has an integer type, otherwise a name; null and -1 mean no label. If the
+    value is not a label, raise ValueError; its message completes a sentence that begins with the location.
     """
     if hasattr(value, "item") and not getattr(value, "shape", ()):
         value = value.item()  # a NumPy scalar

@@ -218,7 +218,7 @@ class DatasetDefaults:
     augmentation: str  # what "auto" selects
     centre_crop: bool  # whether evaluation crops the center (photographs) or resizes the whole image
     mean: Sequence[float]  # per channel, of values in 0..1
-    std: Sequence[float]  # likewise
+    std: Sequence[float]  # standard deviation per channel, of values in 0..1
 
 
 PHOTOGRAPHS = DatasetDefaults(224, "crop_flip", centre_crop=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)

@@ -158,15 +158,18 @@ def unit_hashes(names: Iterable[str], seed: int) -> np.ndarray:
 
 
 def share_held_out(units: np.ndarray, strata: np.ndarray, fraction: float) -> np.ndarray:
-    """Return which images are held out, bool [N], given the unit (uint64 [N]) and the class (int64 [N]) of each image.
+    """Return which images are held out, bool [N].
+
+    `units`, uint64 [N], come from `unit_hashes`; all images of a unit are on the same side. `strata`, int64 [N], are
+    the images' classes. A unit with several classes belongs to the most frequent class, or to the first of several
+    equally frequent classes.
 
     A unit is held out if its hash, scaled to 0..1, is below `fraction`. This rule does not depend on other images, so
     adding images moves none of the existing images. It does not depend on the run's seed either, so all runs are
     evaluated on the same images. By chance, however, it could hold out 7 of 11 images. Therefore, if the number of a
     class's held-out units differs from the expected number by more than one unit plus `TOLERANCE`, the units whose
     hashes are nearest to `fraction` are moved; only these units can change sides when images are added. A class with
-    two or more units has at least one unit on each side. A unit with several classes belongs to the most frequent
-    class, or to the first of several equally frequent classes.
+    two or more units has at least one unit on each side.
     """
     hashes, of_image = np.unique(units, return_inverse=True)
     classes = int(strata.max(initial=0)) + 1

@@ -129,7 +129,10 @@ class FolderListing:
 
 
 def listing(options: DataOptions) -> Images:
-    """Return the images of a folder of classes, or raise a UserError; hidden, special and other files are skipped."""
+    """Return the images of a folder of classes, or raise a UserError.
+
+    Hidden files, FIFOs, devices and files of other types are skipped.
+    """
     root = Path(os.path.expanduser(options.data))
     if not options.data or not is_folder(root):
         usages = [entry.usage for entry in DATASETS.values()]

@@ -120,7 +120,8 @@ class Archive:
     def read(self, file: int, place: int, size: int) -> bytes:
         """Return the encoded image of `size` bytes at `place` in a file; see `Images`.
 
-        Raise a UserError if the file has changed since it was listed, or FileServerError if it is unreadable for now.
+        Raise a UserError if the file has changed since it was listed, or FileServerError if it is temporarily
+        unreadable; see `patiently`.
         """
         raise NotImplementedError
 

@@ -69,11 +69,11 @@ def list_in(cell: object) -> Cell:
 
 
 def set_names(cells: Collection[Cell], separator: str, where: str) -> dict[Cell, str]:
-    """Return the name of the set of labels in each cell of a column, or raise a UserError if a cell is ambiguous.
+    """Return the name of the set of labels in each cell of a column.
 
     The cells come from `list_in`, or all from `marked`. Labels are separated by ; or |, or by the user's separator. In
     a cell without any of these, a comma or blanks separate labels if every part is also the only label of some image;
-    if only some parts are, the cell is ambiguous.
+    if only some parts are, the cell is ambiguous. Raise a UserError for an ambiguous cell or a label with ; or |.
     """
     parts = {cell: _certain_parts(cell, separator) for cell in cells}
     known = {part for found in parts.values() if found is not None for part in found}

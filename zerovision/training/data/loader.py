@@ -82,7 +82,8 @@ def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batc
 class ImagesOnDevice:
     """All images of a set in one tensor on the device, from which batches are selected by index and then transformed.
 
-    The set consists of arrays, uint8 or float32 [N, 1 or C, H, W], and has an augmentation for whole batches.
+    `dataset` is a set of arrays whose augmentation can be applied to whole batches; its `images` are uint8 or float32
+    [N, 1 or C, H, W].
     """
 
     def __init__(self, dataset: ImageDataset, images: torch.Tensor, device: torch.device) -> None:

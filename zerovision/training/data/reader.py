@@ -276,7 +276,10 @@ class WorkerPool:
         )
 
     def read(self, dataset: ImageDataset, keys: Iterable[BatchKey]) -> Iterator[Batch | Exception]:
-        """Yield the result of `read_batch` for each key, in order; a later call makes this one raise a RuntimeError."""
+        """Yield the result of `read_batch` for each key of a set, in order.
+
+        A later call discards the results of this one, which then raises a RuntimeError.
+        """
         assert self._workers is not None
         part = next(number for number, known in enumerate(self._datasets) if known is dataset)
         own = self._keys.current = ((part, key) for key in keys)

@@ -39,7 +39,7 @@ class BatchKey(NamedTuple):
     indices: np.ndarray  # int64 [B], positions in the data set
     weights: np.ndarray  # float32 [B], 1 for a sample and 0 for padding
     draw_keys: np.ndarray  # int64 [B], for the augmentation: index + k * COPY for copy k of a sample in the epoch
-    leaf: int = 0  # index of the micro-batch in the epoch, over all ranks; also the key of its own draws
+    leaf: int = 0  # index of the micro-batch in the epoch, over all ranks; also the key of draws for all of it
     wants_digests: bool = False  # whether to compute `Batch.digests`
 
 

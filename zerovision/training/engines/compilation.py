@@ -80,9 +80,9 @@ def resolve_compile(config: EngineSettings, pixels: int, world: World) -> bool:
 def compile_network(network: nn.Module, setup: EngineSetup) -> None:
     """Compile a network in place, and run its forward and backward on all-zero images; a collective.
 
-    The weights must be at their final addresses. If this fails, all ranks raise AgreedError if `setup.compile` is 'on',
-    and otherwise train without compilation. CUDA graphs of compiled code are recorded by `record`, not by the compiler,
-    which would record a graph for every new shape.
+    The weights must be at their final addresses. Without a `setup.image_shape`, the network is not run. If compilation
+    fails, all ranks raise AgreedError if `setup.compile` is 'on', and otherwise train without compilation. CUDA graphs
+    of compiled code are recorded by `record`, not by the compiler, which would record a graph for every new shape.
     """
     network.compile()
     with _marked_folder(setup.data):

@@ -41,7 +41,8 @@ class StepResult:
 class Updates:
     """Decides whether to apply each update of an engine, counts the updates, and scales the gradients.
 
-    `clipping` is the largest global L2 norm of the gradient, or 0 for none. The device is that of the weights.
+    `clipping` is the largest global L2 norm of the gradient, or 0 for none. `device` is that of the weights that the
+    optimizer updates.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clipping: float, device: torch.device) -> None:

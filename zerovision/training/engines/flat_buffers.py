@@ -51,7 +51,7 @@ class FlatBuffers(ABC):
         self.part = weights[self._part]  # of this rank, [n / ranks]
 
     def start_sum(self) -> None:
-        """Start the sum for `sum_own_part`, once the gradients of this rank's leaves are final; a collective."""
+        """Start the sum that `sum_own_part` waits for, once this rank's gradients are final; a collective."""
         return
 
     @abstractmethod

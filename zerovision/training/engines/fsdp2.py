@@ -165,7 +165,7 @@ class Fsdp2:
         # With more ranks than rows, some ranks have no rows.
         squares, blocks_run = torch.cat(norms).double().square() if norms else torch.zeros(0).double(), self._blocks_run
         self._blocks_run = 0
-        # NaN if ranks ran different blocks: they have gathered and added tensors that do not belong together.
+        # The result is NaN if ranks ran different blocks: they have combined tensors that do not belong together.
         return self._sum_of_squares(squares, mark=blocks_run)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:

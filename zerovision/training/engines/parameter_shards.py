@@ -58,7 +58,8 @@ class ParameterShard:
 class ModelPart:
     """This rank's part of a model: the whole model, unless a subclass divides the model."""
 
-    stages: Sequence[Collection[str]] | None = None  # parameter names, by backward pass; None for a single pass
+    # Names of this rank's parameters, grouped by the backward pass that computes their gradients; None for one group.
+    stages: Sequence[Collection[str]] | None = None
     holders: World | None = None  # the ranks that together have all parameters; None if each rank has them all
 
     def is_divided(self, name: str) -> bool:

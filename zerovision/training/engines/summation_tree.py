@@ -78,7 +78,8 @@ class StepTree:
 class LeafSums:
     """A rank's memory for sums over its leaves: the running sum, to which leaves are added, and a stack of parked sums.
 
-    The running sum is in the first of the rows [n], and parked sums follow in order; `first` is the rank's first leaf.
+    The running sum is in the first of the rows [n], and parked sums follow in order. `first` is the rank's first leaf,
+    and `leaves` is the number of leaves of the tree.
     """
 
     def __init__(self, rows: list[torch.Tensor], first: int, leaves: int) -> None:
@@ -123,7 +124,7 @@ def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
 
 
 def add_leaf(nodes: list[TreeNode], leaf: int, leaves: int) -> int:
-    """Append a leaf to a rank's nodes, join the last two while they are halves of a node, and return how many joins."""
+    """Append a leaf to a rank's nodes, and join the last two while they are halves of a node; return how often."""
     nodes.append(TreeNode(leaf, leaf + 1))
     joins = 0
     while len(nodes) > 1 and (both := join(nodes[-2], nodes[-1], leaves)):
@@ -165,8 +166,8 @@ BLOCK = 1024  # elements
 def squares_of_rows(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each row of float32 [rows, up to `BLOCK`], as float64 [rows].
 
-    Only a few values are added in float32, because a long sum loses digits on a CPU: the norm of 138 million values was
-    off by 1e-2. Using float64 for all values takes 100 times as long.
+    Only a few values at a time are added in float32, because a long sum loses digits on a CPU: the norm of 138 million
+    values was off by 1e-2. Using float64 for all values takes 100 times as long.
     """
     return torch.linalg.vector_norm(values, dim=1).double().square()
 
@@ -180,7 +181,7 @@ class SumOfSquares:
     """Adds the sums of squares of all pieces, in a fixed order.
 
     `places`, int64 [pieces], is each piece's index among this rank's pieces, or -1 for other ranks' pieces. The ranks
-    of `world` share this rank's part of the model.
+    of `world` share this rank's part of the model; for `holders`, see `ModelPart`.
     """
 
     def __init__(self, places: torch.Tensor, world: World, holders: World | None = None) -> None:

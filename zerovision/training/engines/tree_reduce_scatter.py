@@ -25,7 +25,10 @@ from zerovision.training.world.world import World, along
 
 
 class MachineLevels:
-    """This machine's ranks, and the ranks at the same position on other machines; each has the same number of ranks."""
+    """The ranks on this machine, and the ranks at the same position on other machines.
+
+    All machines must have the same number of ranks.
+    """
 
     def __init__(self, world: World) -> None:
         """Form the groups; a collective."""
@@ -33,9 +36,10 @@ class MachineLevels:
         self._here, self._elsewhere = along(1, numbers, world), along(0, numbers, world)
 
     def start(self, row: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Send this machine's ranks their parts of this rank's gradients [n]; return what arrives and the pending work.
+        """Send each rank on this machine its parts of this rank's gradients [n]; a collective of these ranks.
 
-        A rank's parts are its own part and the parts of the ranks at its position on other machines.
+        A rank's parts are its own part and the parts of the ranks at its position on other machines. Return the
+        received tensors and the pending work.
         """
         ranks, machines = self._here.size, self._elsewhere.size
         by_rank = row.view(machines, ranks, -1).transpose(0, 1).contiguous()
@@ -83,9 +87,11 @@ def machine_levels(world: World, leaves: Leaves, notes: list[str]) -> MachineLev
 class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Adds the gradients of one FSDP2 module along the step's tree; each rank adds its own part.
 
-    After every micro-step, a rank has its part of the neighboring leaves that its replica's ranks, which are neighbors,
-    computed. The rank adds these leaves up to one node of the tree if the number of ranks is a power of two, and
-    otherwise to a few nodes. A rank keeps at most log2(A) + 1 nodes for A micro-steps.
+    After every micro-step, a rank has its part of the neighboring leaves that the ranks of its replica computed. The
+    rank adds these leaves up to one node of the tree if the number of ranks is a power of two, and otherwise to a few
+    nodes. A rank keeps at most log2(A) + 1 nodes for A micro-steps.
+
+    The ranks of a replica must be neighbors. Without `levels`, each rank sends gradients to every other rank.
     """
 
     def __init__(self, leaves: Leaves, mesh: DeviceMesh, world: World, levels: MachineLevels | None) -> None:

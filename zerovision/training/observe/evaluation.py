@@ -175,7 +175,11 @@ def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
 
 
 def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[str, str]:
-    """Return a hash of the images' labels and paths, and a digit per image (1 if right), to compare evaluations."""
+    """Return the data for comparing two evaluations image by image.
+
+    `images` is a hash of the images' labels and of their paths relative to their common folder. `right` has one digit
+    per image, in order: 1 if its class was predicted correctly, otherwise 0.
+    """
     names = [name_of(index) for index in details.indices.tolist()]
     # Cut the prefix after a folder; `commonpath` rejects a mix of relative and absolute paths.
     start = os.path.commonprefix(names).rfind(os.sep) + 1  # noqa: RUF071

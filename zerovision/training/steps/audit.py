@@ -54,7 +54,10 @@ class _WrongLeafError(Exception):
 
 
 class _Watched(TimedEngine):
-    """An engine that calls `check` with hashes of its first gradients (none unless `hashes`) before they are used."""
+    """An engine that calls `check` with hashes of the gradients of its first backward pass, before they are used.
+
+    Unless `hashes` is true, there are none, and `check` receives an empty dict. It may raise an error.
+    """
 
     def __init__(self, engine: TimedEngine, check: Callable[[Hashes], None], *, hashes: bool) -> None:
         super().__init__(engine.engine, engine.clock)
@@ -93,13 +96,13 @@ class Audited:
     """A step function (see `zerovision.training.engines.engine.Step`) that is checked every few steps."""
 
     step: Step  # calls `backward` once for each micro-batch
-    every: int  # optimizer steps
+    every: int  # number of optimizer steps between checks
     world: World  # at least two ranks
-    leaves_per_rank: int  # in a step
+    leaves_per_rank: int  # number of micro-batches that each rank processes in a step
     position: Callable[[], int]  # returns the number of completed steps of the run
     loggers: Loggers
-    most_findings: int = MOST_FINDINGS
-    findings: Counter[int] = field(default_factory=Counter)  # by rank
+    most_findings: int = MOST_FINDINGS  # number of findings about one rank that ends the run
+    findings: Counter[int] = field(default_factory=Counter)  # number of findings so far, by rank
 
     def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `zerovision.training.engines.engine.Step`; raises RunEnded on all ranks if a rank is wrong too often."""

@@ -41,12 +41,12 @@ LATER: Any = None  # placeholder for a part that `setup.build` adds
 class Resumed(FoundCheckpoint):
     """The checkpoint that a run resumes from, with the values that the run takes from its manifest."""
 
-    progress: Progress  # to continue with
-    settings: dict[str, Any]  # of the run that saved it; only `batch_size` has been checked, if it is used
+    progress: Progress  # position and best epoch to continue with
+    settings: dict[str, Any]  # of the run that saved the checkpoint; only a `batch_size` that is used has been checked
     identity: dict[str, Any]  # see `Manifest.identity`
-    parameters: Collection[str]  # names
-    epochs: int  # of the run that saved it; 0 if the number is not known
-    global_batch: int  # images in a step
+    parameters: Collection[str]  # names of the parameters
+    epochs: int  # of the run that saved the checkpoint; 0 if the number is not known
+    global_batch: int  # number of images in a step
     preparation: dict[str, Any]  # values of `DataOptions` with which the run prepares images
 
 
@@ -94,7 +94,7 @@ class RunModel:
     freezer: BackboneFreezer = LATER
     adapters: Adapters = LATER  # to be merged into the weights
     averages: Averages = LATER
-    head_epochs: int = 0  # in which only the head is trained
+    head_epochs: int = 0  # number of epochs in which only the head is trained
     frozen: FrozenWeights | None = None  # the file of the weights that are not trained; None if all are trained
     flops: TrainingFlops | None = None  # only on rank 0
 

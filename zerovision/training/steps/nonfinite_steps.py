@@ -51,14 +51,16 @@ class _Cause(NamedTuple):
 class NonFiniteGuard(Observer):
     """Undoes and counts the steps that the engine skipped, and ends the run after too many consecutive ones.
 
-    If groups of ranks decide separately, each learns about the other groups' decisions in `settle`.
+    If groups of ranks decide separately, each learns about the other groups' decisions in `settle`. The ranks of
+    `world` read different images. With 0 for `most_consecutive`, there is no limit. `name_of` returns the path of the
+    sample with this index in the training set.
     """
 
     def __init__(
         self, state: TrainState, world: World, loggers: Loggers, most_consecutive: int, name_of: Callable[[int], str]
     ) -> None:
-        self._state, self._world, self._loggers = state, world, loggers  # the ranks read different images
-        self._most_consecutive, self._name_of = most_consecutive, name_of  # 0 is no limit; `name_of` returns a path
+        self._state, self._world, self._loggers = state, world, loggers
+        self._most_consecutive, self._name_of = most_consecutive, name_of
         self._buffers = state.engine.buffers
         self._kept: list[torch.Tensor] = []
         self._evidence: list[_Evidence] = []

@@ -39,11 +39,12 @@ class SlowRank(NamedTuple):
 
 
 def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the seconds that each rank spent on work, which all ranks do in every step, from the seconds of its spans.
+    """Return the seconds that each rank spent on work, computed from the seconds of its spans.
 
-    A rank may wait for others where the clock sees no collective: in the backward pass or the optimizer, if gradients
-    are reduced from C++ (as in DDP) or on the engine's own stream. Time in these two spans that exceeds the fastest
-    rank's is therefore counted only to the extent that other ranks waited for this rank in measured collectives.
+    Work is what all ranks do in every step. It excludes waiting for other ranks, and logging, which only rank 0 does. A
+    rank may also wait where the clock sees no collective: in the backward pass or the optimizer, if gradients are
+    reduced from C++ (as in DDP) or on the engine's own stream. Time in these two spans that exceeds the fastest rank's
+    is therefore counted only to the extent that other ranks waited for this rank in measured collectives.
     """
     exchanging = [rank["backward"] + rank["optimizer"] for rank in ranks]
     work = []
@@ -92,7 +93,10 @@ STEPS_BETWEEN_POINTS = 10  # or a multiple of 10, if --log-every-steps is auto
 
 
 def fewest_steps(ranks: Sequence[Mapping[str, float]], steps: int) -> int:
-    """Return how many steps take `SECONDS_BETWEEN_POINTS`, from all ranks' span seconds in the last `steps` steps."""
+    """Return the number of steps that take `SECONDS_BETWEEN_POINTS`, the shortest automatic logging interval.
+
+    `ranks` contains the seconds of each rank's spans in the last `steps` steps; it is the same on all ranks.
+    """
     slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
     return math.ceil(SECONDS_BETWEEN_POINTS * steps / max(slowest, 1e-9))
 

@@ -26,7 +26,7 @@ class WeightAverages(Averages):
     """The averages that a run uses: EMA, slow weights, both or neither; built before the engine's state is restored."""
 
     def __init__(self, engine: Engine, ema_decay: float, lookahead_steps: int, steps_per_epoch: int) -> None:
-        self._engine, self._decay = engine, ema_decay  # the share that a step keeps; 0 for no EMA
+        self._engine, self._decay = engine, ema_decay  # the share of the EMA that a step keeps; 0 for no EMA
         self._lookahead_steps, self._steps_per_epoch = lookahead_steps, steps_per_epoch  # 0 for no lookahead
         kinds = ((EMA,) if ema_decay else ()) + ((SLOW_WEIGHTS,) if lookahead_steps else ())
         for group in engine.optimizer.param_groups:
@@ -75,7 +75,7 @@ class WeightAverages(Averages):
 
 
 def ema_decay_at(step: int, decay: float) -> float:
-    """Return the EMA's decay in a step, counted from 1, with a warm-up like that of `timm.utils.ModelEmaV3`."""
+    """Return the EMA's decay in a step of the run, counted from 1, with a warm-up as in `timm.utils.ModelEmaV3`."""
     return min(1 - (1 + (step - 1) / WARM_UP_GAMMA) ** -WARM_UP_POWER, decay)
 
 

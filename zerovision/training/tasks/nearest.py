@@ -12,7 +12,10 @@ MOST_COMPARED = 2**16  # training images; in a larger set, only every second, th
 
 
 def log_votes(features: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return log `votes`, float32 [B, classes], of any features; all classes share one more vote, to avoid log(0)."""
+    """Return the logarithm of `votes`, float32 [B, classes], for features of any norm and dtype.
+
+    One additional vote is shared equally among all classes, so that no probability is 0.
+    """
     shares = votes(F.normalize(features.float()), bank, labels, classes)
     return ((NEIGHBOURS * shares + 1 / classes) / (NEIGHBOURS + 1)).log()
 

@@ -67,7 +67,10 @@ def route_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Return the interface through which others reach this machine, from the route to a common host; '' if unknown."""
+    """Return the interface through which other machines reach this one, from the route to a host; '' if unknown.
+
+    `host` is the name or address of one machine, the same on all machines.
+    """
     address = route_towards(host)
     if is_loopback(address):
         # If the host is this machine, use the route out of the local network, to an unassigned address from RFC 5737.

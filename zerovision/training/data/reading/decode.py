@@ -73,9 +73,11 @@ def decode(
 ) -> np.ndarray:
     """Return an image, or the part that `choose` selects: uint8 [h, w, C], always the same pixels for the same file.
 
-    If possible, the image is shrunk for images of size `shrink_to` (0 to decode every pixel), and only the chosen part
-    of a JPEG is decoded. Notes on an unusual but usable image are added to `notes`. Raise Refused if the file is not an
-    image, is truncated, declares more than `max_pixels` (checked before decoding), or has values of unknown scale.
+    If possible, the image is shrunk for a model with images of size `shrink_to` (0 to decode every pixel), and only the
+    chosen part of a JPEG is decoded. Notes on an unusual but usable image are added to `notes`.
+
+    Raise Refused if the file is not an image, is truncated, declares more than `max_pixels` (checked before decoding),
+    or has values of unknown scale.
     """
     pixels = None
     if shrink_to:
@@ -90,7 +92,10 @@ def decode(
 def _decode_jpeg(
     data: bytes, choose: BoxChooser | None, notes: list[str], shrink_to: int, max_pixels: int
 ) -> np.ndarray | None:
-    """Decode a gray or three-color JPEG with libjpeg-turbo to uint8 [h, w, 3], or return None, or raise ValueError."""
+    """Decode a gray or three-color JPEG with libjpeg-turbo to uint8 [h, w, 3].
+
+    If this fails, return None or raise ValueError; if the file is truncated, raise Refused.
+    """
     full_height, full_width, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK") or full_height * full_width > max_pixels:
         return None

@@ -88,7 +88,8 @@ def without_metadata(content: bytes) -> bytes:
         return content
     kept: list[bytes] = []
     start = position = len(_PNG_SIGNATURE)
-    while position + 12 <= len(content):  # length, type, data and checksum: PNG specification (third edition), 5.3
+    # A chunk consists of length, type, data and checksum: PNG specification (third edition), 5.3.
+    while position + 12 <= len(content):
         end = position + 12 + int.from_bytes(content[position : position + 4], "big")
         kind, checksum = content[position + 4 : position + 8], content[end - 4 : end]
         is_sound = zlib.crc32(content[position + 4 : end - 4]).to_bytes(4, "big") == checksum
@@ -153,7 +154,10 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 @contextmanager
 def named(path: str | os.PathLike[str], found: dict[str, str] | None = None) -> Iterator[list[str]]:
-    """Add an image's path to errors from the block that decodes it, and the notes in the yielded list to `found`."""
+    """Raise ImageError with an image's path if the block, which decodes the image, raises Refused.
+
+    The yielded list is for the block's notes on the image, which are added to `found` by path, as one line.
+    """
     notes: list[str] = []
     try:
         yield notes

@@ -151,7 +151,10 @@ class Copies:
 
 
 class RemoteArchive(Archive):
-    """Reads archives, or single image files under `folder`, at URLs from their local copies, which `archive` reads."""
+    """Reads files at URLs from their local copies, which `archive` reads.
+
+    The names of single image files are relative to `folder`, which is None for archives.
+    """
 
     is_remote = True
 

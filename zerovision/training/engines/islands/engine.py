@@ -186,7 +186,10 @@ class OuterSteps(Averages):
 
     @torch.no_grad()
     def _take_outer_step(self, step: int, local_steps: int) -> None:
-        """Make all islands continue from new outer weights and averaged BatchNorm statistics; a collective."""
+        """Make all islands continue from new outer weights and averaged BatchNorm statistics; a collective.
+
+        Here, `local_steps` is the number of steps since the last outer step.
+        """
         start, peers, states = time.perf_counter(), self._engine.peers, self._engine.optimizer.state
         sent = []
         for weights, state in states.items():

@@ -183,8 +183,8 @@ class _DividedDropout(nn.Module):
 def split_model(module: nn.Module, plan: TensorPlan, group: World) -> TensorPart:
     """Reduce the layers that a plan divides to this rank's part; not a collective.
 
-    The network must be equal on all ranks, and no optimizer may use it yet. Without a process group, the ranks exchange
-    nothing, which is used to count the operations of one rank.
+    The network must be whole, and equal on all ranks, and no optimizer may use it yet. Without a process group, the
+    ranks exchange nothing, which is used to count the operations of one rank.
     """
     cuts = dict[str, Cut]()
     for name, (region, units) in plan.regions.items():

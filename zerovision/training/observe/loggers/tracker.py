@@ -25,7 +25,10 @@ MODULE = "zerovision.training.observe.loggers.tracker_process"
 
 
 class TrackerLogger(EventLogger):
-    """Passes events to a tracker's process; training does not wait for this process before the run's end."""
+    """Passes events to a tracker's process; training does not wait for this process before the run's end.
+
+    If the process's log cannot be written or the process cannot be started, OSError is raised.
+    """
 
     def __init__(self, name: str, folder: RunFolder, config: Mapping[str, Any], first_step: int) -> None:
         self._name, self._dropped, self._is_done = name, 0, False

@@ -76,9 +76,9 @@ def contrast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return losses, shares and gradient of the supervised contrastive loss L_out from the cosines between embeddings.
 
-    Source: Khosla et al. 2020 (https://arxiv.org/abs/2004.11362), equation 2. Anchors are processed in blocks of
-    `rows`, a divisor of N, always in the same order, so that only one block needs memory, and the bits depend only on
-    the embeddings.
+    Source: Khosla et al. 2020 (https://arxiv.org/abs/2004.11362), equation 2, in which the temperature divides the
+    cosines. Anchors are processed in blocks of `rows`, a divisor of N, always in the same order, so that only one block
+    needs memory, and the bits depend only on the embeddings.
 
     The embeddings are float32 [N, D], with arbitrary norms above 0; the labels, int64 [N]; the weights, float32 [N].
     Images with weight 0 are neither anchors nor compared.

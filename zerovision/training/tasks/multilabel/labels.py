@@ -93,10 +93,11 @@ class SeveralLabels(OneLabel):
 
 
 def best_thresholds(targets: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-    """Return the thresholds of the best F1, float64 [K], from targets, bool [N, K], and probabilities, float32 [N, K].
+    """Return the threshold with the highest F1 of each class, float64 [K].
 
     A threshold is halfway between the lowest accepted probability and the next lower one. In a tie, the highest
-    threshold is returned; for a class without samples, the result is 0.5.
+    threshold is returned; for a class without samples, the result is 0.5. The targets are bool [N, K], and the
+    probabilities float32 [N, K].
     """
     found = np.full(targets.shape[1], 0.5)
     for number, (own, values) in enumerate(zip(targets.T, probabilities.T.astype(np.float64), strict=True)):

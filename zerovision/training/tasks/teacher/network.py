@@ -79,7 +79,11 @@ class Teacher:
         return self.kept.index_select(0, to_device(batch.indices, self.kept.device))
 
     def keep_answers(self, train: Loader, world: World, forward: Forward, say: Callable[[str], None]) -> int:
-        """Store the outputs for all training images, if no epoch changes their bits; see `Task.before_training`."""
+        """Compute and store the outputs for all training images, if the images are the same in every epoch.
+
+        See `Task.before_training`. The outputs are stored only if they do not depend on an image's place in the batch,
+        so that they have the same bits as outputs computed in each epoch.
+        """
         begin, images = time.perf_counter(), len(train.dataset)
         if not train.dataset.is_constant or 4 * len(self._order) * images > MOST_KEPT_BYTES:
             return 0
@@ -143,9 +147,10 @@ def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: 
 def distilled(teacher: Callable[[Batch], torch.Tensor], temperature: float, share: float, loss: Loss) -> Loss:
     """Build the divergence from a teacher's softened outputs, mixed with the loss of the labels.
 
-    The factor of the temperature squared makes the size of the gradient independent of it (Hinton et al. 2015,
-    https://arxiv.org/abs/1503.02531). The teacher sees exactly the augmented and mixed images that the student
-    sees (Beyer et al. 2022, https://arxiv.org/abs/2106.05237), once for all members of an ensemble.
+    The divergence is multiplied by the temperature squared, so that the size of the gradient does not depend on the
+    temperature (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher sees exactly the augmented and mixed
+    images that the student sees (Beyer et al. 2022, https://arxiv.org/abs/2106.05237), once for all members of an
+    ensemble.
     """
 
     def both(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
