@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ from tests.kit import ROUNDING
 from tests.training.commands import read_metrics
 from zerovision.training import auto_learning_rate
 from zerovision.training.auto_learning_rate import HIGHEST, LOWEST, find_rate
+from zerovision.training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from zerovision.training.base.run_folder import LEARNING_RATE
 from zerovision.training.config import TrainConfig
 from zerovision.training.data.batch_transforms import Mixing
@@ -212,6 +214,25 @@ def test_trials_mix_as_the_runs_first_epochs(train, monkeypatch):
     train("off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
     epochs = [epoch for epoch, _ in itertools.groupby(drawn)]
     assert epochs == [0, 1, 0, 1, 2], "the trial again from the start in place of epoch 2, then the training"
+
+
+def test_a_rate_whose_training_ends_early_is_lost_although_its_last_losses_were_low(train, monkeypatch, capsys):
+    trials, steps = [], KeptSteps.steps
+
+    def logged(losses, point):
+        trials.extend([] if losses in trials else [losses])
+        low = dataclasses.replace(point, loss=point.loss / 100) if len(trials) == 2 else point
+        steps(losses, low)
+        if low.loss != point.loss and len(losses.losses) == 23:
+            raise RunEnded("10 steps in a row were skipped", TOO_MANY_BAD_STEPS_EXIT_CODE, 23)
+
+    monkeypatch.setattr(KeptSteps, "steps", logged)
+    monkeypatch.setattr("zerovision.training.auto_learning_rate.TRIAL_STEPS", 24)
+    folder, rate = train("early", progress="lines", learning_rate="auto", epochs=3)
+    tried = {one: losses for one, *losses in json.loads((folder / LEARNING_RATE).read_text())["tried"]}
+    assert tried[3.2e-3] == [None, [None] * 24]
+    assert rate != 3.2e-3
+    assert re.search(r"^--learning-rate auto: 0\.0032 diverges \(\d+ s\)$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_no_clear_fall_ends_the_run_and_names_the_default(train, monkeypatch, capsys):

@@ -91,8 +91,9 @@ def _search(run: Run, about: dict[str, Any]) -> tuple[float, str]:
             losses = _train(attempt)
         del attempt
         free_memory(world)
-        steps, seconds = plural(len(losses), "step"), time.monotonic() - started
-        say(f"{rate:g} has a loss of {final_loss(losses):.3f} after {steps} ({seconds:.0f} s)")
+        end, seconds = final_loss(losses), time.monotonic() - started
+        found = f"has a loss of {end:.3f} after {plural(len(losses), 'step')}" if math.isfinite(end) else "diverges"
+        say(f"{rate:g} {found} ({seconds:.0f} s)")
         return losses
 
     say("short trainings with different rates find it; one line each")
@@ -112,7 +113,7 @@ def _search(run: Run, about: dict[str, Any]) -> tuple[float, str]:
 
 
 def _train(run: Run) -> list[float | None]:
-    """Train a short version of the run, or until steps keep being skipped; return each step's loss; a collective."""
+    """Train a short version of the run; return each step's loss, or none if steps kept being skipped; a collective."""
     config, whole = run.config, run.schedule
     plan, epochs = shortened(run.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, whole.total_steps)))
     is_head_first = run.model.head_epochs > 0
@@ -121,7 +122,10 @@ def _train(run: Run) -> list[float | None]:
     mixed = config.epochs - config.mixup_off_epochs if config.mixup_off_epochs else epochs
     numbers = [number % max(mixed, 1) for number in range(epochs)]
     small = dataclasses.replace(run, plan=plan, schedule=schedule)
-    return train_shortly(small, numbers, only_head=is_head_first).losses
+    losses = train_shortly(small, numbers, only_head=is_head_first).losses
+    steps = epochs * plan.steps_per_epoch
+    # A training that ended early has lost, although most of its last steps may have a loss.
+    return losses if len(losses) == steps else [None] * steps
 
 
 def find_rate(

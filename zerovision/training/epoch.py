@@ -211,7 +211,7 @@ def _score(run: Run, network: nn.Module, thresholds: np.ndarray | None) -> Score
     data, world = run.data, run.world
     assert data.test is not None
     plan = EvaluationPlan(len(data.test), run.config.micro_batch, world.data.size)
-    workers = run.readers.val.pool or 0  # the same workers read all splits
-    loader = Loader(data.test, plan, world.data.rank, workers=workers, device=world.device)
+    # The same workers read all splits.
+    loader = Loader(data.test, plan, world.data.rank, workers=run.readers.val.pool or 0, device=world.device)
     with run.clock.evaluation:
         return evaluate(cast(Engine, _WholeModel(network)), loader, run, thresholds)

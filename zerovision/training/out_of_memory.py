@@ -36,8 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def describe_failure(error: BaseException, rank: int) -> str:
     """Return one line for an exception that satisfies `is_out_of_memory`."""
-    reason = one_line(error, 160) or type(error).__name__
-    return f"rank {rank} ran out of memory: {reason}"
+    return f"rank {rank} ran out of memory: {one_line(error, 160) or type(error).__name__}"
 
 
 class Rung(NamedTuple):

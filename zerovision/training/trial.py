@@ -164,8 +164,7 @@ def limit_epochs(run: Run) -> Run:
         first, others = broadcast_object(_epoch_seconds(run), world)
     except TrialStopped:  # the run itself is about to end
         return run.changed(minutes=0.0)
-    spent = broadcast_object(time.time() - run.start.began, world)
-    left = 60 * config.minutes - spent - END_SECONDS
+    left = 60 * config.minutes - broadcast_object(time.time() - run.start.began, world) - END_SECONDS
     epochs = max(1, min(config.epochs, 1 + int((left - first) / others)))
     fit = f"shortened to {epochs} of {plural(config.epochs, 'epoch')}" if epochs < config.epochs else "all epochs fit"
     note = (
