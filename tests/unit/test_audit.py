@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,6 +160,40 @@ def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys, monkey
     kept = {row["path"].rpartition("/")[2]: (row["label"], row["split"]) for row in rows}
     assert kept["leak.jpg"] == ("ant", "val")
     assert not {"00.png", "01.png", "conflict.png", "torn.jpg"} & kept.keys()  # in training, contradictions, broken
+
+
+@pytest.mark.parametrize(
+    ("files", "fixes", "fixed"),
+    [
+        ("train/ant/a train/ant/b val/bee/c", "c relabel ant, c move train", "a ant train, b ant train, c ant train"),
+        ("train/bee/a val/ant/b val/ant/c", "a drop", "b ant val, c ant val"),  # not relabeled, too
+    ],
+)
+def test_a_copy_gets_every_fix_that_it_needs(files, fixes, fixed, tmp_path, capsys):
+    *others, picture = scenes(9)
+    root, output = tmp_path / "data", tmp_path / "audit"
+    images = dict.fromkeys(files.split(), picture)
+    images |= {f"{('train', 'val')[n // 4]}/{('ant', 'bee')[n % 2]}/{n}": image for n, image in enumerate(others)}
+    for name, image in images.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        image.save(root / f"{name}.png")
+
+    def read(table):
+        rows = [list(row.values())[:3] for row in rows_of(output / table) if "group" not in row.values()]
+        rows = [[Path(path).stem, *cells] for path, *cells in rows]
+        return ", ".join(" ".join(row).strip() for row in sorted(rows, key=lambda row: row[0]) if row[0].isalpha())
+
+    audit(AuditSettings(data=str(root), output=str(output)))
+    assert read("fixes.csv") == fixes
+    assert read("fixed.csv") == fixed
+    assert f"fixes  {', '.join(f'1 {fix.split()[1]}' for fix in fixes.split(', '))}\n" in capsys.readouterr().out
+    page = (output / "audit.html").read_text()
+    assert f"{len(fixes.split(', '))} proposed fixes" in page
+    assert ("fix: <b>relabel ant, move train</b>" in page) == ("move" in fixes)
+    shutil.copy(output / "fixes.csv", tmp_path)
+    shutil.rmtree(output)
+    audit(AuditSettings(data=str(root), fixes=str(tmp_path / "fixes.csv"), output=str(output)))
+    assert read("fixed.csv") == fixed
 
 
 def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path):

@@ -91,8 +91,7 @@ def audit(settings: AuditSettings) -> dict[str, Any]:
     if settings.fixes:
         return _fix(folder, read_fixes(Path(os.path.expanduser(settings.fixes)), catalogue), catalogue)
     findings, found_fixes, notes = _examine(catalogue, trained, model.run if model else None)
-    order = list(KINDS)
-    findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
+    findings.sort(key=lambda one: ([*KINDS].index(one.kind), -one.confidence, one.image))
     counts = zip(datasets.class_names, datasets.train_counts, strict=True)
     facts = {
         "data": data,
@@ -169,9 +168,13 @@ def _examine(
             findings += suspected
         else:
             note += ", so labels are not checked" + ("" if trained else ": use --run to name a trained model")
-    broken = {number: Fix(DROP, "", 1.0, reason) for number, reason in catalogue.unreadable.items()}
-    fixes = [*({**label_fixes, **dict(copy_fixes(catalogue, copies, label_fixes)), **broken}).items()]
-    fixes += scene_groups(catalogue, copies, {number for number, fix in fixes if fix.action == DROP})
+    broken = [(number, Fix(DROP, "", 1.0, reason)) for number, reason in catalogue.unreadable.items()]
+    proposed = [*label_fixes.items(), *copy_fixes(catalogue, copies, label_fixes), *broken]
+    # An image can need a label and a part; of two fixes with the same action, the later one counts.
+    last = {(number, fix.action): fix for number, fix in proposed}
+    gone = {number for number, action in last if action == DROP}
+    fixes = [(number, fix) for (number, action), fix in last.items() if action == DROP or number not in gone]
+    fixes += scene_groups(catalogue, copies, gone)
     is_own = catalogue.parts[numbers] == "train"
     score = None if catalogue.has_several else neighbours_score(features[numbers], catalogue.labels[numbers], is_own)
     near = [] if score is None else [f"the nearest training images predict {percent(score)} of the other labels (k-NN)"]

@@ -61,15 +61,19 @@ def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int, lea
     return doubts
 
 
+def _scaled(features: np.ndarray) -> np.ndarray:
+    """Return features with mean 0 and standard deviation 1, reduced to at most `MOST_FEATURES` principal components."""
+    scaled = StandardScaler().fit_transform(features)
+    return PCA(MOST_FEATURES, random_state=0).fit_transform(scaled) if min(scaled.shape) > MOST_FEATURES else scaled
+
+
 def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return, for each image, the mean prediction of two classifiers that were not trained on it, float64 [N, K].
 
     Logistic regression and nearest neighbors are each trained on four fifths of the images. `features` are float32
     [N, F], and `labels` int64 [N], 0 to K - 1, each at least `FOLDS` times.
     """
-    features = StandardScaler().fit_transform(features)
-    if min(features.shape) > MOST_FEATURES:
-        features = PCA(MOST_FEATURES, random_state=0).fit_transform(features)
+    features = _scaled(features)
     probabilities = np.zeros((len(labels), int(labels.max()) + 1))
     for seen, unseen in StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(features, labels):
         linear = LogisticRegression(C=0.1, max_iter=100)
@@ -123,10 +127,7 @@ def outliers(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     if len(features) <= OUTLIER_RANK + 1:
         return np.empty(0, dtype=np.int64), np.empty(0)
-    features = StandardScaler().fit_transform(features)
-    if min(features.shape) > MOST_FEATURES:
-        features = PCA(MOST_FEATURES, random_state=0).fit_transform(features)
-    distances = NearestNeighbors(n_neighbors=OUTLIER_RANK + 1).fit(features).kneighbors()[0][:, -1]
+    distances = NearestNeighbors(n_neighbors=OUTLIER_RANK + 1).fit(_scaled(features)).kneighbors()[0][:, -1]
     usual = max(float(np.quantile(distances, 0.99)), 1e-9)
     far = np.flatnonzero(distances > OUTLIER_TIMES * usual)
     order = far[np.argsort(-distances[far])]

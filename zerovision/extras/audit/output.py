@@ -118,11 +118,11 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
 
 
 def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, catalogue: Catalogue) -> str:
-    made = {number: fix for number, fix in fixes if fix.action != GROUP}
+    made = [one for one in fixes if one[1].action != GROUP]
     sections = []
     for kind, title in KINDS.items():
         of_kind = [one for one in findings if one.kind == kind]
-        cards = [_card(one, made.get(one.image), catalogue) for one in of_kind[:SHOWN_OF_A_KIND]]
+        cards = [_card(one, made, catalogue) for one in of_kind[:SHOWN_OF_A_KIND]]
         sections.append({"kind": kind, "title": title, "count": len(of_kind), "cards": cards})
     return pages.render(
         TEMPLATE,
@@ -136,7 +136,7 @@ def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, cata
     )
 
 
-def _card(finding: Finding, fix: Fix | None, catalogue: Catalogue) -> dict[str, Any]:
+def _card(finding: Finding, fixes: Fixes, catalogue: Catalogue) -> dict[str, Any]:
     numbers = [finding.image] + ([finding.other] if finding.other >= 0 else [])
     return {
         "pictures": [
@@ -151,7 +151,7 @@ def _card(finding: Finding, fix: Fix | None, catalogue: Catalogue) -> dict[str, 
         ],
         "reason": printable(finding.reason),
         "confidence": finding.confidence,
-        "fix": f"{fix.action} {fix.new}".strip() if fix else "",
+        "fix": ", ".join(f"{fix.action} {fix.new}".strip() for number, fix in fixes if number == finding.image),
     }
 
 
