@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import re
 import statistics
 import subprocess
@@ -113,6 +114,28 @@ def test_draws_are_from_the_range_and_the_same_for_a_seed():
     assert {one["head-epochs"] for one in found} == {"2", "3", "4"}
     assert {one["optimizer"] for one in found} == {"sgd", "adamw"}
     assert statistics.mean(float(one["weight-decay"]) for one in found) == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize("trials", [1, 3, 4, 9])
+@pytest.mark.parametrize(("rates", "seeds"), [("0.001,0.01", "0,1"), ("0.001,0.01", "2..3")])
+def test_no_combination_is_drawn_twice(rates, seeds, trials):
+    """The draws stay in their order; if there are fewer combinations than trials, each is drawn once."""
+    for seed in range(9):
+        draws, drawn = random.Random(seed), []
+        for _ in range(1000):
+            rate = draws.choice(rates.split(","))
+            drawn.append((rate, draws.choice(seeds.split(",")) if "," in seeds else str(draws.randint(2, 3))))
+        found = values_of(f"learning-rate={rates}", f"seed={seeds}", trials=trials, seed=seed)
+        assert [tuple(one.values()) for one in found] == list(dict.fromkeys(drawn))[:trials]
+        assert len(found) == min(trials, 4)
+
+
+def test_a_note_says_that_there_are_fewer_combinations_than_trials(actor, capfd):
+    note = "note: --trials 5 drew only 2 different combinations\n"
+    assert sweeps.run(made(actor, "learning-rate=0.01,0.02", trials=5)) == 0
+    assert capfd.readouterr().out.startswith(note)
+    assert sweeps.run(made(actor, "learning-rate=0.01,0.02", trials=2, name="both")) == 0
+    assert "--trials" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -259,10 +282,15 @@ def test_the_state_survives_what_is_no_state(actor):
     asked = made(actor, "learning-rate=0.01")
     list(prepare(asked).run())
     state = actor / "sweeps" / "rates" / "001.json"
-    assert json.loads(state.read_text())["epochs"] == 9
+    saved = json.loads(state.read_text())
+    assert saved["epochs"] == 9
     state.write_text("{")
     with pytest.raises(UserError, match="cannot be used"):
         prepare(asked)
+    for other in ({"values": {"learning-rate": "0.02"}}, {"run_name": "rates-01"}):  # drawn by an earlier version
+        state.write_text(json.dumps(saved | other))
+        with pytest.raises(UserError, match=r"cannot be used \(001.json is of another combination\)"):
+            prepare(asked)
 
 
 def test_rungs_compare_their_own_epochs_and_a_later_failure_is_tried_again(tmp_path):

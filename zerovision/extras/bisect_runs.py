@@ -145,8 +145,7 @@ def _other_differences(first: Path, second: Path) -> Iterator[str]:
                 label = FLAG_OF.get(key, key) if prefix else key
                 yield f"{label}: {shown(one.get(key))} | {shown(other.get(key))}"
     images, others = ({image.path: image for image in read_image_list(run / IMAGES)} for run in (first, second))
-    changed = sum(images.get(path) != others.get(path) for path in images.keys() | others.keys())
-    if changed:
+    if changed := sum(images.get(path) != others.get(path) for path in images.keys() | others.keys()):
         yield f"images of training: {changed} are in only one run, or differ in content or label"
 
 

@@ -61,8 +61,8 @@ class Server(ThreadedWSGIServer):
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
-            everywhere = where[0] == "::"  # also accepts IPv4 connections
-            with socket.create_server(where[:2], family=family, dualstack_ipv6=everywhere) as listening:
+            # "::" also accepts IPv4 connections
+            with socket.create_server(where[:2], family=family, dualstack_ipv6=where[0] == "::") as listening:
                 respond = Request.application(self._respond)
                 super().__init__(str(where[0]), port, respond, Handler, fd=listening.fileno())
         except (OSError, OverflowError, ValueError) as error:

@@ -45,6 +45,7 @@ from zerovision.training.world.signals import handling_stop_signals
 LAUNCHER = LAUNCH / "launch.py"
 SCRIPT, MULTI_NODE = "launch_distributed.sh", "launch_multi_node.sh"
 MOST_TRIALS = 1000
+DRAWS = 100  # per trial, because the same combination may be drawn again
 POLL_SECONDS = 0.2
 PLACES = 3  # significant digits of a drawn number
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -185,8 +186,7 @@ class RunningSweep:
 
     def _start(self, trial: SweepTrial, until: int, place: Place) -> int:
         """Train a trial at a place; return the launcher's exit code."""
-        flags = [*trial.flags, f"--run-name={trial.run_name}", "--resume=auto"]
-        words = with_flags(SCRIPT, self.sweep.words, flags)
+        words = with_flags(SCRIPT, self.sweep.words, [*trial.flags, f"--run-name={trial.run_name}", "--resume=auto"])
         if place.host:
             words = [*words[:2], "1", *words[2:], f"--hosts={place.host}"]
         command = [sys.executable, str(LAUNCHER), MULTI_NODE if place.host else SCRIPT, *words]
@@ -232,11 +232,10 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
         raise UserError("--run-name and --resume: a sweep sets them itself for each of its runs: leave them out.")
     logs = run_folder(config, "x").log_dir
     folder = logs / "sweeps" / sweep.name
-    combinations = list(_combinations(sweep))
-    digits = len(str(len(combinations)))
+    combinations = _combinations(sweep)
     trials = []
     for number, values in enumerate(combinations, 1):
-        name = f"{sweep.name}-{number:0{digits}}"
+        name = f"{sweep.name}-{number:0{len(str(len(combinations)))}}"
         trial = SweepTrial(number, values, name, logs / "runs" / name)
         own = check_training(read_arguments(SCRIPT, with_flags(SCRIPT, sweep.words, trial.flags), {}).training)
         if own.best_by != config.best_by:
@@ -259,6 +258,8 @@ def prepare(sweep: SweepSettings) -> RunningSweep:
         for trial in trials:
             if (state := _state_file(folder, trial)).exists():
                 saved = json.loads(state.read_text())
+                if (saved["values"], saved["run_name"]) != (trial.values, trial.run_name):
+                    raise ValueError(f"{state.name} is of another combination")
                 vars(trial).update({name: saved[name] for name in KEPT})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).") from None
@@ -270,8 +271,8 @@ def _line_of(sweep: SweepSettings) -> dict[str, Any]:
     return json.loads(json.dumps({name: getattr(sweep, name) for name in OF_LINE}))
 
 
-def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
-    """Yield the values of each trial by flag."""
+def _combinations(sweep: SweepSettings) -> list[dict[str, str]]:
+    """Return the values of each trial by flag; drawn ones are in the order of their first draw."""
     varied: dict[str, Any] = {}
     for text in sweep.vary or ():
         found = _VARIED.fullmatch(text)
@@ -286,10 +287,12 @@ def _combinations(sweep: SweepSettings) -> Iterator[dict[str, str]]:
         grid = list(itertools.islice(itertools.product(*varied.values()), MOST_TRIALS + 1))
         if len(grid) > MOST_TRIALS:
             raise UserError(f"more than {MOST_TRIALS} combinations: add --trials, the number to draw.")
-        yield from (dict(zip(varied, values, strict=True)) for values in grid)
-    draws = random.Random(sweep.seed)
-    for _ in range(sweep.trials):
-        yield {flag: values(draws) if callable(values) else draws.choice(values) for flag, values in varied.items()}
+        return [dict(zip(varied, values, strict=True)) for values in grid]
+    draws, drawn = random.Random(sweep.seed), dict[tuple[str, ...], dict[str, str]]()
+    for _ in range(DRAWS * sweep.trials):
+        one = {flag: values(draws) if callable(values) else draws.choice(values) for flag, values in varied.items()}
+        drawn.setdefault(tuple(one.values()), one)
+    return [*drawn.values()][: sweep.trials]
 
 
 def _values(flag: str, text: str) -> list[str] | Callable[[random.Random], str]:
@@ -394,8 +397,7 @@ def rows_of(running: RunningSweep) -> list[Combination]:
         merits = {one.number: merit(running.best_by, one.score) for one in there}
         compared = sorted((one for one in there if one.score is not None), key=lambda one: -merits[one.number])
         # A trial without a usable score makes the mean infinitely bad.
-        mean = statistics.fmean(merits.values()) if there else -math.inf
-        rows.append(Combination(dict(key), compared, (rung, mean)))
+        rows.append(Combination(dict(key), compared, (rung, statistics.fmean(merits.values()) if there else -math.inf)))
     return sorted(rows, key=lambda row: row.rank, reverse=True)
 
 
@@ -435,6 +437,8 @@ def write_page(running: RunningSweep, rows: Sequence[Combination]) -> Path | Non
 def run(given: SweepSettings) -> int:
     """Train the trials, print each trial when it reaches a rung, and print and write the table."""
     running, received = prepare(given), []
+    if (count := len(running.trials)) < given.trials:
+        print(f"note: --trials {given.trials} drew only {plural(count, 'different combination')}")
 
     def stop(number: int, _frame: object) -> None:
         received.append(number)
@@ -451,12 +455,11 @@ def run(given: SweepSettings) -> int:
     rows = rows_of(running)
     best = best_trial(rows)
     command = shlex.join(["bash", f"scripts/{SCRIPT}", *with_flags(SCRIPT, given.words, best.flags)]) if best else ""
-    table = write_table(running)
     for row in rows:
         print(
             f"{row.score(running.best_by):>14}  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}"
         )
-    print(f"best         {as_typed(command)}\ntable        {shown_path(table)}")
+    print(f"best         {as_typed(command)}\ntable        {shown_path(write_table(running))}")
     if page := write_page(running, rows):
         print(f"report       {shown_path(page)}")
     if received:

@@ -61,8 +61,7 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
     if len(images) < 2:
         return []
     bank = _Bank(_describe(images, 0))
-    rank = min(TYPICAL_RANK, len(images) - 1)
-    cosines, likes = bank.nearest(bank.features, rank + 1)  # including the image itself
+    cosines, likes = bank.nearest(bank.features, min(TYPICAL_RANK + 1, len(images)))  # including the image itself
     typical = 1 - cosines[:, -1]
     pairs = _candidates(images, bank, typical)
     looks = _typical_looks(images, likes)
