@@ -696,5 +696,15 @@ def test_predict_explains(run, pictures, tmp_path):
         f"{number:05}-{name}.png" for number, name in enumerate(images, 1)
     ]
     assert Image.open(tmp_path / "why" / "00001-00.png").size == (SIZE, SIZE)
+    named = tmp_path / "named"
+    named.mkdir()
+    for name in ("猫" * 76, "a" + "猫" * 76, "b" * 240):
+        shutil.copy(next(pictures.rglob("*.png")), named / f"{name}.png")
+    assert call("predict", run, named, "--explain", tmp_path / "cut")[0] == 0
+    assert sorted(path.stem.partition("-")[2] for path in (tmp_path / "cut").iterdir()) == [
+        "a" + "猫" * 33,
+        "b" * 100,
+        "猫" * 33,
+    ]
     code, _, error = call("predict", run, pictures, "--explain", tmp_path)
     assert (code, error) == (2, f"predict: --explain {tmp_path}: use a new folder, or an empty one.\n")

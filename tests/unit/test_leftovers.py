@@ -24,6 +24,7 @@ from zerovision.training.base.files import (
     SECONDS_OF_OTHERS,
     remove_leftovers,
     replacing,
+    replacing_folder,
     sync_to_disk,
     unfinished,
 )
@@ -204,6 +205,25 @@ def test_other_files_stay(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     remove_leftovers(tmp_path / "nowhere")
     assert len(unfinished(tmp_path / ("n" * 250), "tmp").name.encode()) < 256
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "猫" * 85, "n" + "猫" * 84, "é" * 127, "n" * 9, "猫" * 50])
+def test_files_and_folders_with_the_longest_names_are_replaced(tmp_path: Path, name):
+    """A name has at most 255 bytes; a temporary name keeps as many whole characters as fit."""
+    temporary = unfinished(tmp_path / name, "old").name
+    kept = next((place for place, letter in enumerate(name) if temporary[1 + place] != letter), len(name))
+    room = 255 - len(os.fsencode(temporary))
+    assert room >= 0
+    assert kept == len(name) or room < len(os.fsencode(name[kept]))
+    with replacing(tmp_path / name) as made:
+        made.write_text("new")
+    assert (tmp_path / name).read_text() == "new"
+    (tmp_path / name).unlink()
+    for content in "ab":
+        with replacing_folder(tmp_path / name) as folder:
+            (folder / content).touch()
+    assert [path.name for path in (tmp_path / name).iterdir()] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_the_folder_of_a_launch_stays_while_its_maker_or_a_process_of_it_lives(tmp_path: Path, monkeypatch):

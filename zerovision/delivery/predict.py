@@ -31,7 +31,7 @@ from zerovision.delivery.trained_model import find_model
 from zerovision.delivery.views import checked_views, probabilities_of
 from zerovision.training.base.control_groups import limit_threads, usable_cores
 from zerovision.training.base.errors import UserError, either, printable
-from zerovision.training.base.files import csv_line, errors_of_writing, replacing
+from zerovision.training.base.files import csv_line, errors_of_writing, first_bytes, replacing
 from zerovision.training.base.units import plural
 from zerovision.training.checkpoint.weights import load_model
 from zerovision.training.config import TrainConfig
@@ -49,7 +49,7 @@ STDIN = "-"
 STDIN_NAME = "standard input"
 WIDEST = 10_000  # characters per line of a table in a file
 OF_ENDING = {".csv": "csv", ".json": "json", ".jsonl": "json"}
-LONGEST_NAME = 100  # characters of an image's name in the name of its picture
+LONGEST_NAME = 100  # bytes of an image's name in the name of its picture
 
 _SETTINGS = threading.Lock()  # guards PyTorch's global settings, which concurrent predictions would otherwise overwrite
 
@@ -332,7 +332,7 @@ def saving_pictures(predictions: Iterator[Prediction], folder: Path) -> Iterator
     """Save each prediction's picture as `<number>-<image's name>.png` or raise a UserError; yield the prediction."""
     for number, one in enumerate(predictions, 1):
         if one.picture is not None:
-            name = f"{number:05}-{Path(one.image).stem[:LONGEST_NAME]}.png"
+            name = f"{number:05}-{first_bytes(Path(one.image).stem, LONGEST_NAME)}.png"
             with errors_of_writing(folder, "Use another --explain folder."):
                 folder.mkdir(parents=True, exist_ok=True)
                 with replacing(folder / name) as temporary:

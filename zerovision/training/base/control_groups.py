@@ -94,8 +94,8 @@ def free_memory(root: Path = ROOT) -> int:
         used = path.with_name("memory.usage_in_bytes" if path.name == OLD_LIMIT else "memory.current")
         with contextlib.suppress(OSError, ValueError):
             found.append(limit - int(used.read_text()))
-            statistics = path.with_name("memory.stat").read_text()
-            if kept := re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE):  # the kernel can reclaim it
+            # the kernel can reclaim it
+            if kept := re.search(r"^inactive_file (\d+)$", path.with_name("memory.stat").read_text(), re.MULTILINE):
                 found[-1] += int(kept[1])
     return min(found)
 

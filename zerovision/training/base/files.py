@@ -147,7 +147,13 @@ def write_json(path: Path, content: Any) -> None:
 
 def unfinished(path: Path, kind: str) -> Path:
     """Return this process's temporary name for `path`, in the same folder; `kind` is 'new', 'old' or 'tmp'."""
-    return path.with_name(f".{path.name[:100]}.{process_space()}+{os.getpid()}+{process_start_ticks('self')}.{kind}")
+    owner = f".{process_space()}+{os.getpid()}+{process_start_ticks('self')}.{kind}"
+    return path.with_name(f".{first_bytes(path.name, 254 - len(owner))}{owner}")
+
+
+def first_bytes(name: str, most: int) -> str:
+    """Return the start of a file's name that has at most `most` bytes (file systems allow 255), in whole characters."""
+    return next(name[:end] for end in range(most, -1, -1) if len(os.fsencode(name[:end])) <= most)
 
 
 def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bool = False) -> None:

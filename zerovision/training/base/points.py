@@ -204,9 +204,8 @@ def epoch_line(point: EpochPoint) -> str:
     is_shown = summary.best_by == "top5" or says_top5(len(point.class_names), scores.task)
     top5 = f"  top-5 {percent(scores.top5)}" if is_shown else ""
     loss = "" if point.train_loss is None else f"train loss {point.train_loss:.4f}  "
-    speed = f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s"
-    if not point.images_per_second:  # a solver computed the head, without training steps
-        speed = ""
+    # If a solver computed the head, there are no training steps.
+    speed = f"  {point.images_per_second:.0f} images/s  {point.seconds:.1f} s" if point.images_per_second else ""
     return (
         f"epoch {point.epoch}/{point.epochs}  {loss}val loss {scores.loss:.4f}  "
         f"top-1 {percent(scores.top1)}{top5}{chosen}{speed}{mark}"
