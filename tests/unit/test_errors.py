@@ -91,6 +91,8 @@ def test_a_run_is_found_from_other_folders(tmp_path, monkeypatch):
     own.mkdir(parents=True)
     (own / "config.json").write_text("{}")
     assert find_run("logs/runs/digits") == own
+    (own / "config.json").write_text("{")  # damaged: told when it is read
+    assert find_run("logs/runs/digits") == own
 
 
 @pytest.mark.parametrize("word", ["~nobody.of.this.name/x", "n" * 300])

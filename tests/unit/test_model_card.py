@@ -272,6 +272,14 @@ def published(*words: object) -> tuple[int, str, str, mock.Mock]:
         return *call("publish", *words), hub
 
 
+def write_sent(hub: mock.Mock, folder: Path) -> None:
+    """Write the files that the hub was given, as who downloads them has them."""
+    folder.mkdir()
+    for one in hub.create_commit.call_args.args[1]:
+        sent = one.path_or_fileobj
+        (folder / one.path_in_repo).write_bytes(sent if isinstance(sent, bytes) else Path(sent).read_bytes())
+
+
 @pytest.mark.parametrize(
     ("model", "side", "preparation"),
     [
@@ -290,12 +298,9 @@ def test_timm_loads_what_is_sent(model, side, preparation, tmp_path):
     assert (code, errors) == (0, "")
     assert output.endswith("published    https://huggingface.co/my-team/photos\n")
     hub.create_repo.assert_called_once_with("my-team/photos", private=True, exist_ok=True)
-    (repository, operations), _ = hub.create_commit.call_args
-    (tmp_path / "hub").mkdir()
-    for one in operations:
-        sent = one.path_or_fileobj
-        (tmp_path / "hub" / one.path_in_repo).write_bytes(sent if isinstance(sent, bytes) else Path(sent).read_bytes())
+    write_sent(hub, tmp_path / "hub")
     names = ["README.md", "class_map.txt", "config.json", "model.safetensors"]
+    repository = hub.create_commit.call_args.args[0]
     assert (repository, sorted(path.name for path in (tmp_path / "hub").iterdir())) == ("my-team/photos", names)
 
     loaded = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True).eval()
@@ -309,6 +314,21 @@ def test_timm_loads_what_is_sent(model, side, preparation, tmp_path):
     assert loaded.pretrained_cfg["label_names"] == ["cat", "cow", "dog"]
     # torchvision resizes pictures for timm, and tensors for us: edges differ by a level of 255 or so.
     assert (images - preprocess(metadata)(picture)[None]).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(("model", "side"), [("timm:resnet10t", 64), ("basic_cnn", 16)])
+def test_what_is_sent_labels_images_as_the_run_does(model, side, tmp_path):
+    """Named by its folder, as in its card, or by its file."""
+    run, sent = make_run(tmp_path / "run", model, side), tmp_path / "sent"
+    write_sent(published(run, "my-team/photos")[3], sent)
+    assert (sent / "config.json").exists() == model.startswith("timm:")
+    picture = tmp_path / "photo.png"
+    Image.effect_noise((80, 70), 60).convert("RGB").save(picture)
+    expected = call("predict", run, picture, "--format", "json")
+    assert (expected[0], expected[2]) == (0, "")
+    for given in (sent, sent / "model.safetensors"):
+        assert call("predict", given, picture, "--format", "json") == expected
+    assert f"folder '{sent}' is not a run: it has no run's config.json." in call("report", sent)[2]
 
 
 def test_a_dry_run_sends_nothing_and_says_what_timm_cannot_load(tmp_path):

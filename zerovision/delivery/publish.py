@@ -94,14 +94,8 @@ def write_model_card(run: Path) -> Path | None:
     environment, epochs = files.environment, [line for _, line in sorted(files.history.epochs.items())]
     ranks, per_machine = environment["ranks"], environment.get("ranks_per_machine", environment["ranks"])
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
-    jinja.filters |= {
-        "plain": _plain,
-        "code": _code,
-        "interval": _interval,
-        "has_top5": has_top5,
-        "name": name_alone,
-        "percent": percent,
-    }
+    jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval, "has_top5": has_top5}
+    jinja.filters |= {"name": name_alone, "percent": percent}
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,

@@ -38,8 +38,8 @@ def find_model(given: str | Path) -> TrainedModel:
     """Return the model that an argument names.
 
     Args:
-        given: a safetensors file or a run's folder (relative to the current folder or to the repository's), or the name
-            of a run in logs/runs.
+        given: a safetensors file, a run's folder or a published model's folder (relative to the current folder or to
+            the repository's), or the name of a run in logs/runs.
 
     Raises:
         UserError: if there is no such model, or if loading the file could run code.
@@ -49,6 +49,8 @@ def find_model(given: str | Path) -> TrainedModel:
     if os.path.isfile(path):
         _check_is_safetensors(path)
         return TrainedModel(path, path.parent if _is_run(path.parent) else None)
+    if given and os.path.isfile(path / WEIGHTS) and not _is_run(path):
+        return TrainedModel(path / WEIGHTS, None)  # as it was published
     run = find_run(given)
     weights = run / WEIGHTS
     if not os.path.isfile(weights):
@@ -69,7 +71,7 @@ def find_run(given: str | Path) -> Path:
     if found := next(filter(_is_run, folders), None):  # a run is named after its data, so the data's folder may match
         return found.resolve()
     if folders:
-        raise UserError(f"folder '{folders[0]}' is not a run: it has no config.json. Use one such as logs/runs/NAME.")
+        raise UserError(f"folder '{folders[0]}' is not a run: it has no run's config.json. Use a run: logs/runs/NAME.")
     newest = sorted(filter(_is_run, runs.iterdir()), key=os.path.getmtime, reverse=True) if runs.is_dir() else []
     names = [folder.name for folder in newest]
     raise UserError(
@@ -110,7 +112,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_run(folder: Path) -> bool:
-    return os.path.isfile(folder / CONFIG)
+    """Return whether a folder has a run's config.json, damaged or not, rather than timm's of a published model."""
+    try:
+        return "architecture" not in read_json(folder / CONFIG)
+    except UserError:
+        return os.path.isfile(folder / CONFIG)
 
 
 def _check_is_safetensors(path: Path) -> None:
