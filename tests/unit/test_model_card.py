@@ -128,6 +128,12 @@ def test_a_calibration_is_in_the_card(run: Path):
         assert ("90.00 % of those images are not rejected, and 75.00 % of them are right." in text) == is_told
 
 
+def test_a_run_without_its_environment_has_no_card(run: Path):
+    (run / "environment.json").unlink()
+    assert write_model_card(run) is None
+    assert not (run / "README.md").exists()
+
+
 @pytest.mark.parametrize("model", ["mobilenet", "timm:test_vit"])
 def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch, model: str):
     """Of a vision transformer it names the size."""

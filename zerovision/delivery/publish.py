@@ -81,16 +81,17 @@ TIMM_CONFIG = "config.json"
 def write_model_card(run: Path) -> Path | None:
     """Write README.md into the folder of a finished run, and return its path.
 
-    Return None if the folder contains a README.md without `MARK`, or if the model does not have a classifier yet.
+    Return None if the folder contains a README.md without `MARK` or lacks what environment.json says, or if the model
+    does not have a classifier yet.
     """
     card = run / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
         return None
     config, metadata = without_folders(as_given(read_run_config(run))), read_metadata(run / WEIGHTS)
     description: Description = metadata["description"]
-    if description.embedding:
-        return None
     files, preprocessing = read_run(run), metadata["preprocessing"]
+    if description.embedding or "ranks" not in files.environment:
+        return None
     environment, epochs = files.environment, [line for _, line in sorted(files.history.epochs.items())]
     ranks, per_machine = environment["ranks"], environment.get("ranks_per_machine", environment["ranks"])
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
