@@ -19,6 +19,8 @@ from zerovision.delivery.fit_calibration import _fit_temperature, threshold_of
 from zerovision.delivery.report.run_facts import key_figures
 from zerovision.delivery.report.run_files import read_run
 from zerovision.delivery.settings import ExportSettings
+from zerovision.extras.serve import make_server
+from zerovision.extras.settings import ServeSettings
 from zerovision.training.base.errors import UserError
 from zerovision.training.tasks.scores import SampleScores
 
@@ -119,6 +121,25 @@ def test_a_calibration_belongs_to_its_weights_and_views(own_run, digit_folder):
     assert "belongs to other weights" in err
     assert "none of these" not in out
     assert read_run(own_run).calibration is None
+
+
+def test_the_views_of_a_calibration_are_used_without_flags(own_run, digit_folder):
+    """As with the flags; serve has none."""
+    assert call("evaluate", own_run, "--reject", "below:0.5", "--flip")[0] == 0
+    expected = call("predict", own_run, digit_folder, "--format", "json", "--flip")
+    assert (expected[0], expected[2]) == (0, "")
+    assert call("predict", own_run, digit_folder, "--format", "json") == expected
+    assert "not for plain and images shifted by 1" in call("predict", own_run, digit_folder, "--shift-pixels", 1)[2]
+    row = next(json.loads(line) for line in expected[1].splitlines())
+    with make_server(ServeSettings(model=str(own_run), port=0)) as server:
+        answer = server.answer(Path(row["image"]).read_bytes())
+    assert answer["label"] == row["label"]
+    assert answer["top"][0]["probability"] == pytest.approx(row["top"][0]["probability"], rel=1e-5)
+    file = calibration_file(own_run / "model.safetensors")
+    facts = json.loads(file.read_text())
+    for damage in ({"shift_pixels": "x"}, {"shift_pixels": 99, "flip": False}):
+        file.write_text(json.dumps(facts | damage))
+        assert call("predict", own_run, digit_folder)[0] == 2
 
 
 def test_a_table_names_its_columns(run, digit_folder, tmp_path):

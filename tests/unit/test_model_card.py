@@ -124,8 +124,11 @@ def test_a_calibration_is_in_the_card(run: Path):
     for digest, is_told in (("of other weights", False), (sha256_of(weights), True)):
         write_json(calibration_file(weights), facts | {"weights_sha256": digest})
         text = card_of(run)
+        assert "average" not in text.partition("## Recipe")[0]
         assert ("divide the logits by 1.5000" in text) == is_told
         assert ("90.00 % of those images are not rejected, and 75.00 % of them are right." in text) == is_told
+    write_json(calibration_file(weights), facts | {"flip": True, "weights_sha256": digest})
+    assert "before the softmax and average over plain and mirrored images (--flip), which takes" in card_of(run)
 
 
 def test_a_run_without_its_environment_has_no_card(run: Path):

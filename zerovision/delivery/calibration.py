@@ -64,7 +64,7 @@ def read_calibration(weights: Path) -> Calibration | None:
     facts = read_json(file)
     try:
         temperature, threshold = float(facts["temperature"]), float(facts["threshold"])
-        flip, shift_pixels, digest = (facts[name] for name in ("flip", "shift_pixels", "weights_sha256"))
+        flip, shift_pixels, digest = bool(facts["flip"]), int(facts["shift_pixels"]), facts["weights_sha256"]
     except (KeyError, TypeError, ValueError):
         temperature = threshold = math.nan
     if not (LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE and 0 <= threshold <= 1):

@@ -150,7 +150,6 @@ def load_predictor(settings: PredictSettings) -> Predictor:
     megapixels = settings.max_megapixels or run.max_megapixels
     reader = ModelInput(metadata["preprocessing"], decode, megapixels * 10**6)
     module.to(settings.device or ("cuda" if has_gpu else "cpu"))
-    views = checked_views(settings.flip, settings.shift_pixels, metadata)
     calibration = read_calibration(trained.weights)
     if calibration is None and calibration_file(trained.weights).exists():
         print(
@@ -158,6 +157,8 @@ def load_predictor(settings: PredictSettings) -> Predictor:
             "these weights with scripts/evaluate.py --reject",
             file=sys.stderr,
         )
+    asked = Views(settings.flip, settings.shift_pixels)
+    views = checked_views(*(asked if asked.are_several or calibration is None else calibration.views), metadata)
     if calibration is not None and calibration.views != views:
         raise UserError(
             f"the model is calibrated for {calibration.views}, not for {views}: use the same flags, or calibrate "
