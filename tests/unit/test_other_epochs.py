@@ -1,8 +1,10 @@
-"""Going on with another number of epochs: what a longer run goes back to, and what the log says of it."""
+"""Another number of epochs: what a longer run goes back to, what the log says, and what `--minutes` shortens."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 
 import pytest
 import torch
@@ -15,9 +17,15 @@ from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import WEIGHTS, RunFolder
 from zerovision.training.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from zerovision.training.checkpoint.weights import save_weights
-from zerovision.training.config import TrainConfig
+from zerovision.training.config import FLAG_OF, TrainConfig
+from zerovision.training.config.check import check_config
+from zerovision.training.config.saved import IN_EPOCHS
+from zerovision.training.data.augmentations import size_ramp
 from zerovision.training.observe.best_weights import keep_finished
+from zerovision.training.recipe.schedule import build_schedule, schedule_notes
 from zerovision.training.resume import before_decay, resumed
+from zerovision.training.steps.carrier import Origin, Start
+from zerovision.training.trial import in_proportion
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 CONFIG = TrainConfig(schedule="wsd", epochs=20, warmup_epochs=0.5, resume="auto")  # stable for 16 epochs
@@ -142,3 +150,99 @@ def test_an_extended_run_has_the_bytes_of_one_that_began_with_more_epochs(tmp_pa
     assert found.shards == expected.shards
     assert (found.progress, found.applied_steps) == (expected.progress, expected.applied_steps)
     assert (extended / "step-00002-0000000").is_dir(), "before the decay of the longer run"
+
+
+@pytest.mark.parametrize(
+    ("settings", "epochs", "shorter", "expected"),
+    [
+        ({"warmup_epochs": 2.0}, 40, 4, {"warmup_epochs": 0.2}),
+        ({"cooldown_epochs": 50.0}, 300, 1, {"cooldown_epochs": 0.166667}),
+        ({"mixup_off_epochs": 35}, 40, 2, {"mixup_off_epochs": 1}),
+        ({"progressive_size": "16:100:180"}, 200, 12, {"progressive_size": "16:6:11"}),
+        ({"progressive_size": "16:100:180"}, 200, 2, {"progressive_size": "16:0:1"}),
+        ({"progressive_size": "16:100:180"}, 200, 1, {"progressive_size": ""}),
+        ({"model_type": "mobilenet_finetuned", "head_epochs": 10}, 30, 6, {"head_epochs": 2}),
+        ({"head_epochs": 10}, 30, 6, {}),
+        ({"schedule": "wsd:50:linear"}, 300, 30, {"schedule": "wsd:5:linear"}),
+        ({"schedule": "wsd:50:linear", "warmup_epochs": 9.0}, 300, 1, {"schedule": "wsd:auto:linear"}),
+        ({"schedule": "wsd:50", "cooldown_epochs": 10.0}, 300, 7, {"schedule": "wsd:1.766667"}),
+        ({"schedule": "step:30,60:0.2"}, 90, 9, {"schedule": "step:3,6:0.2"}),
+        ({"schedule": "step:30"}, 90, 10, {"schedule": "step:3.33333333"}),
+        ({"schedule": "step:auto:0.2"}, 90, 10, {}),
+        ({"schedule": "polynomial:2", "early_stopping_patience": 9}, 90, 10, {}),
+    ],
+)
+def test_what_is_counted_in_epochs_keeps_its_share_of_a_shorter_run(settings, epochs, shorter, expected):
+    found = in_proportion(TrainConfig(epochs=epochs, **settings), shorter)
+    assert {name: found.get(name) for name in expected} == expected
+    assert found.keys() <= expected.keys() | settings.keys()
+    assert found.keys() < IN_EPOCHS
+
+
+PHASES = itertools.product(
+    ("auto", 0.0, 1.0, 2.5),  # epochs of warm-up
+    (0.0, 4.0, 6.5),  # of the final rate
+    ("cosine", "wsd:3:linear", "wsd:3.5", "wsd", "step:2.4:0.9", "step:1,5,"),
+)
+
+
+def test_a_shorter_run_has_the_same_rates_and_may_be_started():
+    """With warm-up, decay and cooldown at the same shares of the run, if these are not rounded to whole epochs."""
+    for warmup, cooldown, schedule in PHASES:
+        whole = TrainConfig(
+            epochs=20, warmup_epochs=warmup, cooldown_epochs=cooldown, schedule=schedule, mixup_off_epochs=7
+        )
+        if schedule.startswith("wsd:") and (cooldown + float(schedule.split(":")[1])) % 1:
+            continue  # is refused
+        check_config(whole, FLAG_OF)
+        long = build_schedule(whole, 600, 16, 0)
+        for epochs in range(1, 20):
+            short = dataclasses.replace(whole, epochs=epochs, **in_proportion(whole, epochs))
+            check_config(short, FLAG_OF)
+            found = build_schedule(short, 600, 16, 0)
+            assert schedule_notes(found) == schedule_notes(long), (whole, epochs)
+            if schedule in ("cosine", "step:1,5,") and warmup != "auto" and epochs > 2:
+                places = range(0, found.total_steps, 97)
+                expected = [long.learning_rate(step * 20 // epochs) for step in places]
+                assert [found.learning_rate(step) for step in places] == pytest.approx(expected, abs=0.02 * long.peak)
+
+
+def test_a_shorter_run_ends_with_images_of_full_size_if_the_whole_one_does():
+    for first, last in itertools.combinations_with_replacement(range(12), 2):
+        whole = TrainConfig(epochs=10, progressive_size=f"16:{first}:{last}")
+        full = [size_ramp(whole.progressive_size).size(epoch, 64) for epoch in range(10)]
+        for epochs in range(1, 10):
+            value = in_proportion(whole, epochs).get("progressive_size", whole.progressive_size)
+            sizes = [size_ramp(value).size(epoch, 64) if value else 64 for epoch in range(epochs)]
+            assert sizes[-1] == 64 or full[-1] != 64, (first, last, epochs)
+            assert sizes == sorted(sizes)
+            if epochs > 1 or full[0] == full[-1]:
+                assert sizes[0] == full[0], (first, last, epochs)
+
+
+LIMITED = {"data": "fake", "image_size": 16, "batch_size": 64, "workers": "0", "progress": "lines"}
+
+
+def test_a_run_of_some_minutes_is_one_of_fewer_epochs_in_all_settings_and_goes_on_by_the_same_command(
+    tmp_path, monkeypatch, few_images, capsys
+):
+    monkeypatch.setattr("zerovision.training.trial._epoch_seconds", lambda _run: (0.0, 60_000 / 3.5))
+    typed = {"epochs": 8, "warmup_epochs": 1.0, "schedule": "wsd:2", "cooldown_epochs": 2.0, "mixup": 0.2}
+    typed |= {"mixup_off_epochs": 4, "progressive_size": "8:1:4", "minutes": 1000.0} | LIMITED
+    shorter = {"epochs": 4, "warmup_epochs": 0.5, "schedule": "wsd:1", "cooldown_epochs": 1.0, "minutes": 0.0}
+    shorter |= {"mixup_off_epochs": 2, "progressive_size": "8:0:2"}
+    folder = train(tmp_path, "limited", **typed)
+    said = capsys.readouterr().out
+    assert "shortened to 4 of 8 epochs" in said
+    for name in shorter.keys() - {"epochs", "minutes"}:
+        assert f"; {FLAG_OF[name]} {shorter[name]!r} in proportion" in said
+    assert "training images have 8 pixels up to epoch 1, 16 from epoch 3" in said
+    saved = json.loads((folder / "config.json").read_text())
+    assert {name: saved[name] for name in shorter} == shorter
+    same = train(tmp_path, "same", **typed | shorter)
+    found, expected = (read_manifest(one / "checkpoints/step-00004-0000000") for one in (folder, same))
+    assert found.shards == expected.shards
+    train(tmp_path, "limited", **typed, resume="auto")
+    train(tmp_path, "limited", Start(Origin(restarts=1)), **typed)
+    assert capsys.readouterr().out.count("all epochs are trained") == 2
+    assert json.loads((folder / "config.json").read_text()) == saved | {"resume": "never"}

@@ -114,10 +114,7 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
     fitting, too_large, place = -1, len(planned), 0
     while fitting < place < too_large:
         found = measure(place)
-        if found.fits:
-            fitting = place
-        else:
-            too_large = place
+        fitting, too_large = (place, too_large) if found.fits else (fitting, place)
         left = FILL * found.room_bytes - found.taken_bytes
         # The peak of a failed trial is too low to predict from.
         expected: Sequence[int] = () if found.is_out_of_memory else range(fitting + 1, too_large)
@@ -143,8 +140,7 @@ def _search(run: Run, global_batch: int) -> tuple[int, str]:
         if size not in earlier:
             attempt = dataclasses.replace(run, config=configs[place])
             earlier[size] = _try(attempt, lambda failed: _record(folder, about, trials | {size: failed}))
-        trials[size] = earlier[size]
-        return trials[size]
+        return trials.setdefault(size, earlier[size])
 
     place = largest_that_fits(planned, measure)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
@@ -153,8 +149,7 @@ def _search(run: Run, global_batch: int) -> tuple[int, str]:
     if place is None:
         raise _does_not_fit(dataclasses.replace(run, config=configs[0]), trials[sizes[0]])
     if world.is_main:
-        result = {"batch_size": sizes[place], "how": how, "possible": sizes, "planned": planned}
-        _record(folder, about | result, trials)
+        _record(folder, about | {"batch_size": sizes[place], "how": how, "possible": sizes, "planned": planned}, trials)
     return sizes[place], how
 
 
@@ -204,9 +199,8 @@ def _try(run: Run, record: Callable[[Trial], None]) -> Trial:
         copy = Snapshot()  # stands for the copy of the state that stays in memory while a checkpoint is written
         copy.take(attempt.state.engine.state(), attempt.state.sums.state())
         plan, epochs = shortened(attempt.plan, STEPS)
-        last = config.epochs - 1  # this epoch has the largest images
-        try:
-            train_shortly(dataclasses.replace(attempt, plan=plan), [last] * epochs)
+        try:  # the last epoch has the largest images
+            train_shortly(dataclasses.replace(attempt, plan=plan), [config.epochs - 1] * epochs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

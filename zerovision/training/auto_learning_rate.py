@@ -146,10 +146,7 @@ def find_rate(
             if not lowest <= rate <= highest or rate in tried:
                 break
             tried[rate] = measure(rate)
-            if is_better(tried[rate], tried[best], guess):
-                best, in_vain = rate, 0
-            else:
-                in_vain += 1
+            best, in_vain = (rate, 0) if is_better(tried[rate], tried[best], guess) else (best, in_vain + 1)
     # Compare with the first losses of all rates: at too high a rate, even these exceed the loss of the initial weights.
     return best if has_fallen(tried[best], [guess, *map(first_loss, tried.values())]) else None, tried
 

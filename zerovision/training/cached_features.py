@@ -111,8 +111,7 @@ def _take_either(run: Run, head: nn.Module, features: SampleRows, read: list[tor
     rates = sorted(own | {0.0, float(getattr(module, "drop_rate", 0.0))})
     differences = []
     for rate in rates:  # noqa: B007  # `forward` reads it
-        found = results(cached)
-        pairs = zip(found, wanted, strict=True)
+        pairs = zip(results(cached), wanted, strict=True)
         differences.append(max((one - two).abs().max() / two.abs().max().clamp(min=1e-30) for one, two in pairs))
     largest = largest_over_ranks(torch.stack(differences).to(device), run.world.data)
     rate = rates[int(largest.argmin())]
@@ -165,8 +164,7 @@ def solve_head(run: Run, head: nn.Module, features: torch.Tensor, weights: torch
 
     with torch.no_grad():
         state.engine.change_weights(write)
-    last = {"epoch": config.epochs - 1, "step": run.plan.steps_per_epoch}
-    state.progress = dataclasses.replace(state.progress, **last)
+    state.progress = dataclasses.replace(state.progress, epoch=config.epochs - 1, step=run.plan.steps_per_epoch)
 
 
 def _minimize(

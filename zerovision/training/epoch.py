@@ -151,8 +151,7 @@ class _WholeModel:
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
         """See `Engine.outputs`."""
-        for batch in batches:
-            yield batch, self.module(batch.images)
+        return ((batch, self.module(batch.images)) for batch in batches)
 
 
 def judge_test(run: Run) -> None:

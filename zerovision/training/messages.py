@@ -63,11 +63,9 @@ def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
         log(line)
     if stop_signal:
         done = f"in epoch {progress.epoch + 1} after {progress.step} steps, checkpoint saved"
-        done = done if run.position else "before the first step"
-        log(f"stopped by {signal.Signals(stop_signal).name} {done}")
-    if run.world.is_main:
-        for line in _result(run):
-            log(line)
+        log(f"stopped by {signal.Signals(stop_signal).name} {done if run.position else 'before the first step'}")
+    for line in _result(run) if run.world.is_main else ():
+        log(line)
     if point.images_per_second:
         run.loggers.end(point)
     log(f"run folder   {shown_path(run.folder.path)}")
@@ -78,8 +76,8 @@ def announce_end(run: Run, stop_signal: int, point: RunPoint) -> None:
     if cache is not None and cache.is_relative_to(SHARED_MEMORY):
         log(f"memory       keeps decoded images for the next run; to free it: rm -r {cache}")
     if stop_signal:
-        sizes = (run.world.size, run.world.local_size)
-        command = launch_command(run.config, *sizes, FIELDS.keys() - {"log_dir"})  # the run saved all other settings
+        # The run saved all other settings.
+        command = launch_command(run.config, run.world.size, run.world.local_size, FIELDS.keys() - {"log_dir"})
         log(f"to continue  {line_to_go_on(run.folder.name, command)}")
 
 
@@ -87,18 +85,16 @@ def _result(run: Run) -> list[str]:
     """Return lines about divergence, about the best epoch, and about its weights if they are in the run folder."""
     progress, lines = run.state.progress, []
     if progress.diverged_epochs_in_row:
-        first = progress.epoch - progress.diverged_epochs_in_row + 1
         lines.append(
-            f"the training diverged in epoch {first}: start a new run with a lower --learning-rate, and "
-            "--gradient-clipping 1 if you changed it"
+            f"the training diverged in epoch {progress.epoch - progress.diverged_epochs_in_row + 1}: start a new run "
+            "with a lower --learning-rate, and --gradient-clipping 1 if you changed it"
         )
     if run.model.head_epochs >= run.config.epochs:
         lines.append(
             f"only the head was trained, for its {plural(run.model.head_epochs, 'epoch')}; to train the backbone too, "
             "use more --epochs or fewer --head-epochs"
         )
-    best_by = run.config.best_by
-    name = SCORE_NAMES[best_by]
+    best_by, name = run.config.best_by, SCORE_NAMES[run.config.best_by]
     if not progress.best_epoch:
         why = "every epoch diverged" if progress.diverged_epochs_in_row else f"no epoch has a finite {name}"
         return [*lines, f"no weights are saved: {why}"] if lines or progress.epoch else []
@@ -125,8 +121,7 @@ def _warnings(run: Run) -> list[str]:
         warnings.append(
             f"BatchNorm sees micro-batches of {config.batch_size}, not the global batch of {plan.global_batch}"
         )
-    padding = plan.steps_per_epoch * plan.global_batch - plan.num_samples
-    if padding:
+    if padding := plan.steps_per_epoch * plan.global_batch - plan.num_samples:
         warnings.append(
             f"the last step of an epoch has {plural(plan.global_batch - padding, 'image')}; padding images, which "
             f"are ignored in loss and scores, fill it up to {plan.global_batch}"
@@ -136,8 +131,7 @@ def _warnings(run: Run) -> list[str]:
             "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
             "without a deterministic version still runs, with a warning"
         )
-    warnings += run.task.notes(shown_path(run.folder.weights))
-    warnings += schedule_notes(run.schedule)
+    warnings += [*run.task.notes(shown_path(run.folder.weights)), *schedule_notes(run.schedule)]
     if config.ema:
         warnings.append(f"the moving average of the weights is evaluated and saved, --ema {config.ema}")
     if run.model.head_epochs:

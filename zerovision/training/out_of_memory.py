@@ -65,8 +65,7 @@ class Rung(NamedTuple):
         """Return the flags and their cost, for messages; `has_batchnorm` is None if unknown."""
         text = f"{' '.join(self.flags)}: {self.cost}"
         if self.batchnorm_images and has_batchnorm is not False:
-            any_there = "" if has_batchnorm else ", if there is any,"
-            text += f"; BatchNorm{any_there} sees {self.batchnorm_images} at a time"
+            text += f"; BatchNorm{'' if has_batchnorm else ', if there is any,'} sees {self.batchnorm_images} at a time"
         return text
 
 
@@ -94,9 +93,8 @@ def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
     rung = next_rung(config, ranks, has_gpus=has_gpus)
     if rung is None:
         return "no setting is left that would save memory: use a smaller --image-size or model, or more ranks"
-    return f"next to try: {rung.describe()}" + (
-        " (--on-oom adapt does this for you)" if config.on_oom == "stop" else ""
-    )
+    automatic = " (--on-oom adapt does this for you)" if config.on_oom == "stop" else ""
+    return f"next to try: {rung.describe()}{automatic}"
 
 
 def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:

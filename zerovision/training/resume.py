@@ -114,8 +114,7 @@ def resumed(found: FoundCheckpoint, config: TrainConfig) -> Resumed:
     if config.batch_size == "auto" and not _is_number(batch_size, "batch_size"):
         raise UserError(f"checkpoint {path}: its --batch-size {shown(batch_size)} is not a whole number.")
     as_saved = (manifest.progress, manifest.config, manifest.identity, manifest.parameters.keys())
-    known_epochs = epochs if _is_number(epochs, "epochs") else 0
-    return Resumed(path, manifest, *as_saved, known_epochs, global_batch, kept)
+    return Resumed(path, manifest, *as_saved, epochs if _is_number(epochs, "epochs") else 0, global_batch, kept)
 
 
 def _is_number(value: Any, name: str) -> TypeGuard[int]:

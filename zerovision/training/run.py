@@ -170,8 +170,7 @@ def train(run: Run, deliver: Deliver | None = None) -> int:
             stop_signal = cache_features(run)
     if not stop_signal and run.position < run.total_steps:
         with run.clock.evaluation:
-            once = (run.readers.train, partial(forward_all, run), run.loggers.message)
-            stop_signal = run.task.before_training(*once)
+            stop_signal = run.task.before_training(run.readers.train, partial(forward_all, run), run.loggers.message)
     first_position = run.position
     with measured_communication(run.clock):
         while state.progress.epoch < config.epochs and not stop_signal:

@@ -68,8 +68,7 @@ def _add_step(run: Run) -> Run:
     run.task.prepare(run.data, run.precision, run.world)
 
     def of_losses(loss: Loss) -> Step:
-        of_ways = (way.step(loss) for way in ways_of(run.config, TORCH))
-        return next(filter(None, of_ways), Accumulate(loss))
+        return next(filter(None, (way.step(loss) for way in ways_of(run.config, TORCH))), Accumulate(loss))
 
     step = agreed(lambda: run.task.step(run.plan.leaves, of_losses), run.world)
     # The server that forks workers takes seconds to start, during which the model and the engine are built.

@@ -26,17 +26,20 @@ from typing import Any
 
 import torch
 
-from zerovision.training.base.errors import RunEnded
+from zerovision.training.base.errors import RunEnded, shown
 from zerovision.training.base.heartbeat import SLOW_PHASE
 from zerovision.training.base.points import Loggers, RunLogger, StepPoint
 from zerovision.training.base.run_folder import RunFolder
 from zerovision.training.base.units import format_duration, plural
-from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
+from zerovision.training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from zerovision.training.data import data_options, load_data
+from zerovision.training.data.augmentations import size_ramp
 from zerovision.training.data.sampler import BatchPlan
 from zerovision.training.engines.settings import TOGETHER
 from zerovision.training.loop import train_one_epoch
 from zerovision.training.observe.new_run import make_folders
 from zerovision.training.observe.observer import Observers
+from zerovision.training.recipe.schedule import FEWEST_EPOCHS, given_decay, head_epochs_of, stable_epochs
 from zerovision.training.setup import build
 from zerovision.training.steps.carrier import Run
 from zerovision.training.steps.watch import every_step, guard_of
@@ -157,7 +160,7 @@ def limit_epochs(run: Run) -> Run:
     A resumed run keeps its number of epochs; see `saved_and_given`.
     """
     config, world = run.config, run.world
-    if not config.minutes or config.solver == "lbfgs":  # lbfgs has no epochs
+    if not config.minutes or config.solver == "lbfgs" or run.start.found:  # lbfgs has no epochs
         return run.changed(minutes=0.0)
     run.start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     try:
@@ -167,13 +170,41 @@ def limit_epochs(run: Run) -> Run:
     left = 60 * config.minutes - broadcast_object(time.time() - run.start.began, world) - END_SECONDS
     epochs = max(1, min(config.epochs, 1 + int((left - first) / others)))
     fit = f"shortened to {epochs} of {plural(config.epochs, 'epoch')}" if epochs < config.epochs else "all epochs fit"
-    note = (
-        f"--minutes {config.minutes:g}: {fit}, {format_duration(others)} each, {format_duration(first)} for the first"
-    )
-    if first > left:
-        note += ", more than the time that is left"
-    warmup = config.warmup_epochs if config.warmup_epochs == "auto" else min(config.warmup_epochs, epochs / 10)
-    return run.changed(epochs=epochs, minutes=0.0, warmup_epochs=warmup).noting(note)
+    times = f"{format_duration(others)} each, {format_duration(first)} for the first"
+    times += ", more than the time that is left" if first > left else ""
+    values = in_proportion(config, epochs) if epochs < config.epochs else {}
+    changes = "".join(f"; {FLAG_OF[name]} {shown(value)} in proportion" for name, value in values.items())
+    run = run.changed(minutes=0.0, epochs=epochs, **values)
+    run = run.noting(f"--minutes {config.minutes:g}: {fit}, {times}{changes}")
+    if {"progressive_size", "mixup_off_epochs"} & values.keys():  # the data set was loaded with them
+        run = dataclasses.replace(run, data=agreed(lambda: load_data(data_options(run.config)), world))
+    return run
+
+
+def in_proportion(config: TrainConfig, epochs: int) -> dict[str, Any]:
+    """Return the settings of `IN_EPOCHS`, other than the epochs, that change if a shorter run keeps its proportions."""
+    share = epochs / config.epochs
+
+    def whole(part: int) -> int:  # if the run has two epochs, both this part and the rest keep one
+        scaled = math.ceil(part * epochs / config.epochs)
+        return min(scaled, epochs - 1) if part < config.epochs else scaled
+
+    warmup = 0.0 if config.warmup_epochs == "auto" else round(share * config.warmup_epochs, 6)
+    values: dict[str, Any] = {"cooldown_epochs": round(share * config.cooldown_epochs, 6)}
+    values |= {"warmup_epochs": warmup or config.warmup_epochs, "mixup_off_epochs": whole(config.mixup_off_epochs)}
+    values |= {"head_epochs": whole(config.head_epochs)} if head_epochs_of(config) else {}
+    if ramp := size_ramp(config.progressive_size):
+        first = whole(ramp.first + 1) - 1
+        values["progressive_size"] = f"{ramp.low}:{first}:{whole(ramp.last)}" if first >= 0 else ""
+    name, *words = config.schedule.split(":")
+    if name == "step" and words and words[0] != "auto":
+        words[0] = ",".join(at and f"{max(share * float(at), FEWEST_EPOCHS):.9g}" for at in words[0].split(","))
+    elif given_decay(config.schedule):
+        stable = max(math.floor(share * stable_epochs(config)), math.ceil(warmup))  # whole, as for the given decay
+        decay = epochs - stable - values["cooldown_epochs"]
+        words[0] = f"{decay:.9g}" if decay >= FEWEST_EPOCHS else "auto"
+    values["schedule"] = ":".join([name, *words])
+    return {name: value for name, value in values.items() if value != getattr(config, name)}
 
 
 def _epoch_seconds(run: Run) -> tuple[float, float]:

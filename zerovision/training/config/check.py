@@ -225,7 +225,7 @@ def _wrong_schedule(config: TrainConfig, of: Mapping[str, str]) -> Iterator[str]
         epochs = decay if name == "schedule" else getattr(config, name)
         before = " is too long together with the schedule's other phases" if used else ""
         used += 0.0 if epochs == "auto" else epochs
-        if epochs and used > config.epochs:
+        if epochs and round(used, 5) > config.epochs:
             yield f"{of[name]} {getattr(config, name)}{before}: the run has only {plural(config.epochs, 'epoch')}."
 
 

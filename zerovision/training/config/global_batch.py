@@ -72,11 +72,8 @@ def micro_batches(global_batch: int, ranks: int, most: int = 0) -> list[int]:
             f"--batch-size auto: {ranks} ranks cannot share a global batch of {global_batch} in multiples of "
             f"{FEWEST_IMAGES} images: use --global-batch {nearest_multiples(global_batch, FEWEST_IMAGES * ranks)}."
         )
-    found = [
-        size
-        for size in range(FEWEST_IMAGES, largest + 1, FEWEST_IMAGES)
-        if share % size == 0 and share // size <= most_steps
-    ]
+    multiples = range(FEWEST_IMAGES, largest + 1, FEWEST_IMAGES)
+    found = [size for size in multiples if share % size == 0 and share // size <= most_steps]
     if not found:
         raise UserError(
             f"--batch-size auto: a global batch of {global_batch} on {ranks} ranks needs more than {most_steps} "
@@ -175,8 +172,7 @@ def divide(config: TrainConfig, global_batch: int, ranks: int, whose: str, cure:
 
 def _divisors(number: int, most: int) -> str:
     """Return the divisors of a number up to `most`, as text."""
-    values = [str(divisor) for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
-    return one_line(either(values))
+    return one_line(either(str(divisor) for divisor in range(1, min(number, most) + 1) if number % divisor == 0))
 
 
 def nearest_multiples(number: int, unit: int) -> str:

@@ -21,6 +21,9 @@ from zerovision.training.observe.new_run import run_folder
 OF_ONE_START = frozenset(
     {"resume", "run_name", "log_dir", "preset", "progress", "profile", "audit", "log_hashes", "deterministic"}
 )
+# What `--minutes` changes: the number of epochs, and the settings that are counted in epochs.
+IN_EPOCHS = frozenset({"epochs", "warmup_epochs", "cooldown_epochs", "schedule", "head_epochs"})
+IN_EPOCHS |= {"mixup_off_epochs", "progressive_size"}
 PLUGIN = "plugin"  # a plug-in is code: the user must name it; a run's folder is not trusted to name it
 OF_THE_BEGINNING = ("weights", "pretrained")  # starting weights, which a resumed run does not load
 
@@ -40,7 +43,7 @@ def saved_and_given(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict
     model = str(given.get("model_type", "")).partition("@")[0]
     is_of_hub = model.startswith(HUB_PREFIX) and hub_name_of(saved.get("weights", "")).partition("@")[0] == model
     left = {*OF_THE_BEGINNING, *(["model_type"] if is_of_hub else [])}
-    left |= {"minutes", "epochs"} if given.get("minutes") else set()  # the run has already set both
+    left |= {"minutes", *IN_EPOCHS} if given.get("minutes") else set()  # the run has already set them
     left |= {name for name in saved if given.get(name) in ("auto", LEFT_OPEN.get(name, "auto"))} - {"batch_size"}
     chosen = {name: value for name, value in given.items() if name not in left}
     if chosen.get("activation_checkpointing"):

@@ -158,7 +158,7 @@ def _step_fields(config: RecipeSettings, steps: int, at: str = "auto", factor: s
         epochs = sorted(number_in(word, 0.0, MOST_EPOCHS) for word in at.removesuffix(",").split(","))
     else:
         every = config.epochs / 3 if at == "auto" else number_in(at, FEWEST_EPOCHS, MOST_EPOCHS)
-        epochs = [every * number for number in range(1, math.ceil(config.epochs / every))]
+        epochs = [every * number for number in range(1, math.ceil(round(config.epochs / every, 6)))]
     drops = tuple(round(epoch * steps) for epoch in epochs)
     return {"final_scale": 1.0, "drops": drops, "drop_rate": number_in(factor, SMALLEST, 1)}
 
