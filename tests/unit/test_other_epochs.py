@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from small_checkpoints import ALONE, newest, write_checkpoint
 
 from tests.kit import new_model, train
 from zerovision.models.weights_metadata import Preprocessing
+from zerovision.training import trial
 from zerovision.training.base.progress import Progress
 from zerovision.training.base.run_folder import WEIGHTS, RunFolder
 from zerovision.training.checkpoint.manifest import MANIFEST_FILE, read_manifest
@@ -246,3 +248,30 @@ def test_a_run_of_some_minutes_is_one_of_fewer_epochs_in_all_settings_and_goes_o
     train(tmp_path, "limited", Start(Origin(restarts=1)), **typed)
     assert capsys.readouterr().out.count("all epochs are trained") == 2
     assert json.loads((folder / "config.json").read_text()) == saved | {"resume": "never"}
+
+
+@pytest.mark.parametrize(("images", "per_step", "trained"), [(18, 32, 5), (64, 32, 6), (128, 8, 5)])
+def test_the_time_of_some_steps_is_measured_in_epochs_of_any_length(
+    tmp_path, monkeypatch, few_images, images, per_step, trained
+):
+    """By a clock that goes on by 0.5 s a step, with the images of the last epoch, twice; 20 images are evaluated."""
+    seen, measured, epoch_seconds = [], [], trial._epoch_seconds
+
+    class Counted(trial.KeptSteps):
+        def steps(self, point):
+            super().steps(point)
+            seen.append(len(self.times))
+            self.times[-1] = 0.5 * len(self.times)
+
+    monkeypatch.setattr(trial, "KeptSteps", Counted)
+    monkeypatch.setattr(trial, "_epoch_seconds", lambda run: measured.append(epoch_seconds(run)) or measured[0])
+    monkeypatch.setattr("zerovision.training.data.arrays.FAKE_TRAIN_IMAGES", images)
+    numbers, train_shortly = [], trial.train_shortly
+    monkeypatch.setattr(
+        trial, "train_shortly", lambda run, epochs: numbers.append({*epochs}) or train_shortly(run, epochs)
+    )
+    train(tmp_path, "timed", **LIMITED | {"batch_size": per_step}, minutes=0.001, epochs=3, progressive_size="8:0:2")
+    assert seen == [*range(1, trained + 1)] * 2
+    assert numbers == [{2}] * 2
+    seconds = 0.5 * (math.ceil(images / per_step) + 0.5 * 20 / per_step)
+    assert measured == [(pytest.approx(seconds), pytest.approx(seconds))]

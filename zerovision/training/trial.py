@@ -211,11 +211,10 @@ def _epoch_seconds(run: Run) -> tuple[float, float]:
     """Return the seconds that the first epoch takes, including the final test, and each later epoch; a collective."""
     passes, data = list[float](), run.data
     with trial(run.changed(ema=0.0), TRIAL_FOLDER) as attempt:
-        plan, _ = shortened(attempt.plan, min(STEPS, attempt.plan.steps_per_epoch))
-        for number in (0, 0):
-            times = train_shortly(dataclasses.replace(attempt, plan=plan), [number]).times
-            steps = [later - earlier for earlier, later in pairwise(times)]
-            passes.append(statistics.median(steps) if steps else 0.0)
+        plan, epochs = shortened(attempt.plan, STEPS)
+        for _ in range(2):  # with images of the last epoch, which has the largest ones
+            times = train_shortly(dataclasses.replace(attempt, plan=plan), [run.config.epochs - 1] * epochs).times
+            passes.append(statistics.median(later - earlier for earlier, later in pairwise(times)))
         whole, images = attempt.plan.steps_per_epoch, attempt.plan.global_batch
     del attempt
     free_memory(run.world)
