@@ -200,7 +200,7 @@ def _take_epochs(given: Mapping[str, Any], effort: str, about: tuple[int, int, b
     updates = UPDATES[effort] * (OF_FINE_TUNING if has_weights else 1) * (OF_A_LIMIT if has_limit else 1)
     epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, math.ceil(updates / steps)))
     take(f"{epochs * steps} updates of {total} images{', if the minutes allow them' * has_limit}", epochs=epochs)
-    if MINUTES[effort] and "epochs" not in given:
+    if MINUTES[effort] and "epochs" not in given and given.get("features") != "cached":
         take(f"--effort {effort}: fewer epochs on a slow machine", minutes=MINUTES[effort])
 
 

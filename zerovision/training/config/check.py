@@ -66,6 +66,8 @@ GOES_WITH: dict[str, tuple[Callable[[TrainConfig], bool], Values]] = {
         {"progressive_size": ("",), "eval_image_size": (0,), "activation_checkpointing": (False,)},  # one input shape
     ),
     "weights": (lambda config: bool(config.weights), {"pretrained": (False,)}),
+    # The speed is measured with images.
+    "minutes": (lambda config: config.minutes > 0 and config.solver == "steps", {"features": ("computed",)}),
     "audit": (
         lambda config: config.audit > 0,
         {"strategy": ("ddp",), "engine": OUR_ENGINE, "loss": OF_CLASSES}  # ddp: every rank has all weights
