@@ -25,10 +25,12 @@ from zerovision.launch.arguments import read_arguments
 from zerovision.planning.choose import EFFORTS, Facts, Published, choose, has_head_first, of_head
 from zerovision.planning.chosen_run import choose_run, describe, gather, with_head
 from zerovision.training.base.errors import UserError
+from zerovision.training.base.units import plural
 from zerovision.training.config import FLAG_OF, TrainConfig
 from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.file import read_preset
+from zerovision.training.config.global_batch import check_division
 
 PHOTOGRAPHS = Facts(images=3000, classes=10, rarest=200, commonest=400, side=400, has_val=True)
 SMALL = dataclasses.replace(PHOTOGRAPHS, images=2000, side=32)
@@ -37,7 +39,7 @@ FEW = dataclasses.replace(PHOTOGRAPHS, images=300, rarest=2, has_val=False)
 RESNET = Published("timm:resnet18.a1_in1k", 224, "apache-2.0", "in the hub's cache")
 TRAINED = dataclasses.replace(PHOTOGRAPHS, published=RESNET)
 UNREACHABLE = dataclasses.replace(TRAINED, published=dataclasses.replace(RESNET, where="", is_there=False))
-GPUS = {"gpus": 4}
+GPUS = {"ranks": 4, "has_gpus": True}
 
 
 def values_of(facts: Facts, given: dict | None = None, effort: str = "minutes") -> dict:
@@ -84,10 +86,29 @@ def test_the_reason_is_said(facts, setting, said):
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_an_epoch_has_several_updates_unless_the_ranks_have_eight_images_each(images, gpus, effort):
-    found = values_of(dataclasses.replace(PHOTOGRAPHS, images=images, gpus=gpus), effort=effort)
+    facts = dataclasses.replace(PHOTOGRAPHS, images=images, ranks=max(gpus, 1), has_gpus=gpus > 0)
+    found = values_of(facts, effort=effort)
     total = found.get("global_batch") or found["batch_size"]
     assert math.ceil(images / total) >= (20 if total > 32 else 4) or total == 8 * max(gpus, 1)
     assert found["epochs"] >= 3
+
+
+@pytest.mark.parametrize("images", [16, 300, 10**5])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("has_gpus", [False, True])
+@pytest.mark.parametrize("given", [{}, {"batch_size": 4}, {"batch_size": "auto"}, {"gradient_accumulation_steps": 4}])
+def test_rate_and_epochs_are_those_of_the_images_per_update(images, ranks, has_gpus, given):
+    facts = dataclasses.replace(PHOTOGRAPHS, images=images, ranks=ranks, has_gpus=has_gpus)
+    choices = choose(facts, given, "minutes")
+    config = check_config(TrainConfig(**{name: value for name, (value, _) in choices.items()} | given), FLAG_OF)
+    check_division(config, ranks)
+    total = config.global_batch or config.batch_size * config.gradient_accumulation_steps * ranks
+    updates = math.ceil(images / total)
+    assert choices["epochs"][1] == f"{updates * config.epochs} updates of {total} images"
+    if config.batch_size != "auto" and "batch_size" not in given:
+        assert choices["batch_size"][1] == plural(updates, "update") + " per epoch"
+    whole = choose(dataclasses.replace(facts, ranks=1), {"batch_size": total}, "minutes")
+    assert [choices[name] for name in ("epochs", "learning_rate")] == [whole["epochs"], whole["learning_rate"]]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +136,7 @@ def test_what_is_given_is_kept(given, gone, kept):
 def test_the_line_that_repeats_it_gives_the_same_configuration(facts, effort, gpus, tmp_path, monkeypatch):
     monkeypatch.delenv("ZEROVISION_COMMAND", raising=False)
     given = {"data": "my photos", "log_dir": str(tmp_path), "run_name": "photos"}
-    facts = dataclasses.replace(facts, gpus=gpus)
+    facts = dataclasses.replace(facts, ranks=gpus or 1, has_gpus=gpus > 0)
     choices = choose(facts, given, effort)
     config = check_config(TrainConfig(**{name: value for name, (value, _) in choices.items()} | given), FLAG_OF)
     stages = [config]
@@ -156,14 +177,21 @@ def make_photos(folder: Path, count: int = 20) -> Path:
 
 def test_facts_of_a_folder(tmp_path):
     folder = make_photos(tmp_path / "photos")
-    found = gather({"data": str(folder), "pretrained": False}, "minutes", 0)
+    found = gather({"data": str(folder), "pretrained": False}, "minutes", 1, 0)
     expected = Facts(images=61, classes=3, rarest=20, commonest=21, side=120, has_bf16=found.has_bf16)
     assert found == expected
 
 
 def test_facts_of_an_array():
-    found = gather({"data": "digits"}, "minutes", 2)
+    found = gather({"data": "digits"}, "minutes", 2, 2)
     assert (found.images, found.classes, found.side, found.is_files, found.has_val) == (1437, 10, 32, False, True)
+    assert (found.ranks, found.has_gpus) == (2, True)
+
+
+def test_ranks_that_share_the_model_read_the_same_images():
+    assert gather({"data": "digits", "tensor_parallel": 2}, "minutes", 6, 0).ranks == 3
+    with pytest.raises(UserError, match="1 rank cannot form groups of 2"):
+        gather({"data": "digits", "tensor_parallel": 2}, "minutes", 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +236,15 @@ def test_only_a_launcher_finds_a_strategy(given):
     assert choose_run(given, "", (2, 0), FLAG_OF, is_launched=True).config.strategy == "auto"
     with pytest.raises(UserError, match="--strategy auto is only for the launchers"):
         choose_run(given, "", (1, 0), FLAG_OF, is_launched=False)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (1, 4), (2, 4)])
+def test_ranks_on_the_cpu_and_accumulation_divide_what_is_chosen(given, ranks, steps):
+    given |= {"gradient_accumulation_steps": steps}
+    chosen = choose_run(given, "", (ranks, 0), FLAG_OF, is_launched=True)
+    total = chosen.config.batch_size * steps * ranks
+    assert chosen.choices["batch_size"][1] == f"{math.ceil(1437 / total)} updates per epoch"
+    assert chosen.choices["epochs"][1].endswith(f" updates of {total} images")
 
 
 def test_two_runs_at_once_have_a_name_each(given):

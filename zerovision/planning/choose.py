@@ -82,7 +82,8 @@ class Facts:
         side: the images' shorter side in pixels; 0 if unknown.
         is_files: whether the images are files that must be decoded.
         has_val: whether there is a validation part.
-        gpus: number of GPUs to use on this machine.
+        ranks: number of ranks that read different images.
+        has_gpus: whether each rank has a GPU.
         has_bf16: whether the processor supports bf16.
         published: pretrained weights of the given network, or of the network to choose; None if it has none.
     """
@@ -94,7 +95,8 @@ class Facts:
     side: int
     is_files: bool = True
     has_val: bool = False
-    gpus: int = 0
+    ranks: int = 1
+    has_gpus: bool = False
     has_bf16: bool = False
     published: Published | None = None
 
@@ -138,7 +140,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
             take("crops with most of the image, mirrored", augmentation="crop_flip", crop_scale="0.35,1")
     if facts.rarest * IMBALANCE <= facts.commonest and facts.classes and not is_head:
         take(f"the rarest class has {facts.rarest} images, the most common {facts.commonest}", class_weights="balanced")
-    if facts.has_bf16 and not facts.gpus and FAST_IN_BF16.match(network):
+    if facts.has_bf16 and not facts.has_gpus and FAST_IN_BF16.match(network):
         take("this processor computes it at twice the speed of fp32", precision="bf16")
     total = _take_batch(facts, given, images, take)
     if is_head:
@@ -160,13 +162,13 @@ def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any
         take("as the weights expect", image_size=found.image_size)
         return True
     if _is_photographs(facts):
-        network, size = SCRATCH[bool(facts.gpus)][rung]
-        why = f"from random weights, at --effort {effort} on {'GPUs' if facts.gpus else 'CPU cores'}"
+        network, size = SCRATCH[facts.has_gpus][rung]
+        why = f"from random weights, at --effort {effort} on {'GPUs' if facts.has_gpus else 'CPU cores'}"
         if found:
             why += f"; {found.network} has pretrained weights, which are not available here and would help far more"
         take(why, model_type=network, **({} if "model_type" in given else {"image_size": size}))
     else:
-        take("small images", model_type="basic_cnn" if facts.side < TINY else OURS[bool(facts.gpus)][rung])
+        take("small images", model_type="basic_cnn" if facts.side < TINY else OURS[facts.has_gpus][rung])
         take("their own size", **({"image_size": facts.side} if facts.is_files or facts.side < TINY else {}))
     is_of_hub = str(given.get("model_type")).startswith(HUB_PREFIX)
     return bool(given.get("pretrained") or given.get("weights") or is_of_hub)
@@ -178,19 +180,19 @@ def _is_photographs(facts: Facts) -> bool:
 
 def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) -> int:
     """Choose and return the number of images per update, so that an epoch has several updates."""
-    ranks = facts.gpus or 1
-    unit = FEWEST_IMAGES * ranks
+    at_once = facts.ranks * given.get("gradient_accumulation_steps", 1)  # micro-batches per update
+    unit = FEWEST_IMAGES * at_once
     least = min(FEWEST_OF_AN_UPDATE, images // FEWEST_UPDATES) // unit * unit
-    total = max(least, usual_global_batch(ranks, images))
-    total = total if facts.gpus else min(total, MOST_IMAGES_ON_CPU)
-    if {"batch_size", "global_batch"} & given.keys():
-        batch = given.get("batch_size", "auto")
-        return int(given.get("global_batch") or (total if batch == "auto" else batch * ranks))
-    if facts.gpus:
+    total = max(least, usual_global_batch(at_once, images))
+    total = total if facts.has_gpus else min(total, MOST_IMAGES_ON_CPU * at_once)
+    batch = given.get("batch_size", "auto" if facts.has_gpus and at_once == facts.ranks else total // at_once)
+    if given.get("global_batch"):
+        return int(given["global_batch"])
+    if batch == "auto":
         take(f"the most that fit, {total} per update", batch_size="auto", global_batch=total)
-    else:
-        take(f"{plural(math.ceil(images / total), 'update')} per epoch", batch_size=total)
-    return total
+        return total
+    take(f"{plural(math.ceil(images / (batch * at_once)), 'update')} per epoch", batch_size=batch)
+    return int(batch * at_once)
 
 
 def _take_epochs(given: Mapping[str, Any], effort: str, about: tuple[int, int, bool], take: Any) -> None:

@@ -43,6 +43,7 @@ from zerovision.training.config.values import launch_command, word_of
 from zerovision.training.data import data_options, list_images, load_data
 from zerovision.training.data.parts import PARTS, TRAIN, VAL
 from zerovision.training.observe.new_run import named_after_data, refuse_existing, run_folder
+from zerovision.training.world.launchers import data_ranks
 
 LEAST_MINUTES = 0.1  # the time limit of a stage that starts when no time is left
 SAMPLE = 32  # number of images whose sizes are read
@@ -128,7 +129,7 @@ def choose_run(
     if not effort:  # the one that fits the time that the user allows
         minutes = asked.get("minutes") or MINUTES["minutes"]
         effort = next((each for each in EFFORTS if minutes <= MINUTES[each]), EFFORTS[-2])
-    facts = gather(asked, effort, ranks[1])
+    facts = gather(asked, effort, *ranks)
     choices = choose(facts, asked, effort)
     config = settled({**values_of(choices), **values}, preset, label_of, is_launched=is_launched)
     heads = [TrainConfig(**of_head(vars(config)))] if has_head_first(facts, vars(config), asked.keys()) else []
@@ -163,19 +164,17 @@ def describe(facts: Any, choices: Choices, stages: Sequence[TrainConfig], ranks:
     return [*lines, "to repeat it: " + " && \\\n  ".join(commands)]
 
 
-def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
+def gather(given: Mapping[str, Any], effort: str, ranks: int, gpus: int) -> Facts:
     """Return the facts about the user's data and machine, or raise a UserError if the data cannot be read."""
     config = TrainConfig(**{name: value for name, value in given.items() if name not in ("weights", "pretrained")})
     options = data_options(config)
     images = list_images(options)
     if images is None:
         pair = load_data(options)
-        parts: list[str] = [*pair.parts]
         counts = np.array(pair.train_counts)
         side = min(pair.train.source.read(0).shape[-2:])
     else:
         in_train = images["part"] == PARTS.index(TRAIN)
-        parts = [PARTS[number] for number in np.unique(images["part"])]
         counts = np.unique(images["label"][in_train], return_counts=True)[1]
         side = _usual_side(images, np.flatnonzero(in_train))
     return Facts(
@@ -185,8 +184,9 @@ def gather(given: Mapping[str, Any], effort: str, gpus: int) -> Facts:
         commonest=int(max(counts, default=0)),
         side=side,
         is_files=images is not None,
-        has_val=images is None or VAL in parts,
-        gpus=gpus,
+        has_val=images is None or PARTS.index(VAL) in images["part"],
+        ranks=data_ranks(ranks, config.mesh),
+        has_gpus=gpus > 0,
         has_bf16=_has_bf16(),
         published=_weights(given, effort, has_gpus=gpus > 0, is_small=images is None),
     )
@@ -203,8 +203,7 @@ def _usual_side(images: Any, rows: np.ndarray) -> int:
 
 def _has_bf16() -> bool:
     with contextlib.suppress(OSError):
-        words = {*PROCESSOR.read_text(errors="replace").split()}
-        return bool(words & {*BF16})
+        return not {*BF16}.isdisjoint(PROCESSOR.read_text(errors="replace").split())
     return False
 
 
