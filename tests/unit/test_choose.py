@@ -130,6 +130,30 @@ def test_what_is_given_is_kept(given, gone, kept):
     assert {name: found[name] for name in kept} == kept
 
 
+@pytest.mark.parametrize(
+    ("given", "gone"),
+    [
+        ({"fit": "pad"}, {"augmentation", "crop_scale"}),
+        ({"fit": "squash"}, {"augmentation", "crop_scale"}),
+        ({"decode": "exact"}, {"cache"}),
+        ({"decode": "numbers"}, {"cache"}),
+        ({"folds": 5}, {"val_fraction"}),
+    ],
+)
+def test_what_another_setting_decides_is_not_chosen(given, gone):
+    usual = values_of(FEW)
+    assert gone <= usual.keys()
+    assert values_of(FEW, given) == {name: value for name, value in usual.items() if name not in gone}
+
+
+def test_the_updates_are_those_of_the_images_outside_the_fold():
+    assert choose(FEW, {"folds": 2}, "minutes")["batch_size"][1] == "5 updates per epoch"  # 150 images, 32 at a time
+
+
+def test_no_limit_is_no_limit_that_is_given():
+    assert choose(PHOTOGRAPHS, {"minutes": 0.0}, "minutes")["epochs"] == choose(PHOTOGRAPHS, {}, "minutes")["epochs"]
+
+
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("facts", [PHOTOGRAPHS, SMALL, DIGITS, FEW, TRAINED, UNREACHABLE])
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -124,11 +124,12 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
     network, is_head = str(now["model_type"]), has_weights and effort == "seconds" and not given.get("weights")
     if facts.is_files:
         take("unreadable files are skipped and counted", bad_images=MOST_BAD)
+    if facts.is_files and given.get("decode", "cpu") == "cpu":  # other decoders have no cache
         take("decoded once, on disk", cache="disk")
-    if not facts.has_val:
-        share = HELD_OUT[0] if facts.images < HELD_OUT[1] else HELD_OUT[2]
+    share, folds = HELD_OUT[0] if facts.images < HELD_OUT[1] else HELD_OUT[2], given.get("folds")
+    if not facts.has_val and not folds:
         take(f"the {facts.images} images have no validation split", val_fraction=share)
-    held_out = 0.0 if facts.has_val else float({**now, **values_of(made)}["val_fraction"])
+    held_out = 0 if facts.has_val else 1 / folds if folds else given.get("val_fraction", share)
     images = max(1, round(facts.images * (1 - held_out)))
     if now.get("augmentation", "auto") == "auto" and facts.is_files and not is_head:
         if facts.side <= SMALL:
@@ -136,7 +137,7 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
                 f"images of {facts.side} pixels are shifted and mirrored, not cropped",
                 **{"augmentation": "shift_flip", "shift_pixels": 2, "shift_padding": "reflect", "mirror": "alternate"},
             )
-        else:
+        elif given.get("fit", "auto") in ("auto", "crop"):
             take("crops with most of the image, mirrored", augmentation="crop_flip", crop_scale="0.35,1")
     if facts.rarest * IMBALANCE <= facts.commonest and facts.classes and not is_head:
         take(f"the rarest class has {facts.rarest} images, the most common {facts.commonest}", class_weights="balanced")
@@ -198,7 +199,7 @@ def _take_batch(facts: Facts, given: Mapping[str, Any], images: int, take: Any) 
 def _take_epochs(given: Mapping[str, Any], effort: str, about: tuple[int, int, bool], take: Any) -> None:
     """Choose the number of epochs from the number of updates, and the limit in minutes."""
     images, total, has_weights = about
-    steps, has_limit = math.ceil(images / total), "minutes" in given
+    steps, has_limit = math.ceil(images / total), bool(given.get("minutes"))
     updates = UPDATES[effort] * (OF_FINE_TUNING if has_weights else 1) * (OF_A_LIMIT if has_limit else 1)
     epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, math.ceil(updates / steps)))
     take(f"{epochs * steps} updates of {total} images{', if the minutes allow them' * has_limit}", epochs=epochs)
