@@ -31,6 +31,7 @@ from zerovision.training.config.check import check_config
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.file import read_preset
 from zerovision.training.config.global_batch import check_division
+from zerovision.training.data import DataOptions, load_data
 
 PHOTOGRAPHS = Facts(images=3000, classes=10, rarest=200, commonest=400, side=400, has_val=True)
 SMALL = dataclasses.replace(PHOTOGRAPHS, images=2000, side=32)
@@ -204,6 +205,36 @@ def test_facts_of_a_folder(tmp_path):
     found = gather({"data": str(folder), "pretrained": False}, "minutes", 1, 0)
     expected = Facts(images=61, classes=3, rarest=20, commonest=21, side=120, has_bf16=found.has_bf16)
     assert found == expected
+
+
+def test_the_side_of_numbers_is_that_of_their_array(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            np.save(tmp_path / name / f"{number}.npy", np.full((9, 12, 2), number, np.uint16))
+        Image.new("I;16", (12, 30)).save(tmp_path / name / "grey.png")
+    given = {"data": str(tmp_path), "decode": "numbers"}
+    found = gather(given, "minutes", 1, 0)
+    assert found.side == 9
+    assert values_of(found, given)["image_size"] == 9
+
+
+@pytest.mark.parametrize("side", [0, 400])
+def test_images_of_unknown_size_are_photographs(side):
+    found = values_of(dataclasses.replace(PHOTOGRAPHS, side=side))
+    assert (found["image_size"], found["augmentation"]) == (64, "crop_flip")
+
+
+@pytest.mark.parametrize(("side", "size"), [(1, 8), (7, 8), (8, 8), (30, 30), (64, 64)])
+def test_an_image_size_is_chosen_that_is_allowed(side, size, tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            Image.new("L", (70, side), 80 * number).save(tmp_path / name / f"{number}.png")
+    chosen = choose(gather({"data": str(tmp_path), "pretrained": False}, "minutes", 1, 0), {}, "minutes")
+    assert chosen["image_size"][0] == size
+    assert ("own size" in chosen["image_size"][1]) == (side == size)
+    load_data(DataOptions(data=str(tmp_path), image_size=size))
 
 
 def test_facts_of_an_array():

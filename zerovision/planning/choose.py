@@ -12,6 +12,7 @@ from zerovision.models import HUB_PREFIX, TIMM_PREFIX, model_spec
 from zerovision.training.base.settings import FEWEST_IMAGES
 from zerovision.training.base.units import plural
 from zerovision.training.config.global_batch import MOST_IMAGES_ON_CPU, usual_global_batch
+from zerovision.training.data.augmentations import MIN_IMAGE_SIZE
 from zerovision.training.data.settings import IMBALANCE
 
 EFFORTS = ("seconds", "minutes", "hours", "best")
@@ -120,8 +121,8 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
         made.update({name: (value, reason) for name, value in settings.items() if name not in given})
 
     has_weights = _take_network(facts, given, effort, take)
-    now = values_of(made) | {**given}
-    network, is_head = str(now["model_type"]), has_weights and effort == "seconds" and not given.get("weights")
+    network = str((values_of(made) | {**given})["model_type"])
+    is_head = has_weights and effort == "seconds" and not given.get("weights")
     if facts.is_files:
         take("unreadable files are skipped and counted", bad_images=MOST_BAD)
     if facts.is_files and given.get("decode", "cpu") == "cpu":  # other decoders have no cache
@@ -131,10 +132,10 @@ def choose(facts: Facts, given: Mapping[str, Any], effort: str) -> Choices:
         take(f"the {facts.images} images have no validation split", val_fraction=share)
     held_out = 0 if facts.has_val else 1 / folds if folds else given.get("val_fraction", share)
     images = max(1, round(facts.images * (1 - held_out)))
-    if now.get("augmentation", "auto") == "auto" and facts.is_files and not is_head:
-        if facts.side <= SMALL:
+    if given.get("augmentation", "auto") == "auto" and facts.is_files and not is_head:
+        if not _is_photographs(facts):
             take(
-                f"images of {facts.side} pixels are shifted and mirrored, not cropped",
+                f"images of {plural(facts.side, 'pixel')} are shifted and mirrored, not cropped",
                 **{"augmentation": "shift_flip", "shift_pixels": 2, "shift_padding": "reflect", "mirror": "alternate"},
             )
         elif given.get("fit", "auto") in ("auto", "crop"):
@@ -170,9 +171,9 @@ def _take_network(facts: Facts, given: Mapping[str, Any], effort: str, take: Any
         take(why, model_type=network, **({} if "model_type" in given else {"image_size": size}))
     else:
         take("small images", model_type="basic_cnn" if facts.side < TINY else OURS[facts.has_gpus][rung])
-        take("their own size", **({"image_size": facts.side} if facts.is_files or facts.side < TINY else {}))
-    is_of_hub = str(given.get("model_type")).startswith(HUB_PREFIX)
-    return bool(given.get("pretrained") or given.get("weights") or is_of_hub)
+        why = "their own size" if facts.side >= MIN_IMAGE_SIZE else "the smallest size that is allowed"
+        take(why, **({"image_size": max(facts.side, MIN_IMAGE_SIZE)} if facts.is_files or facts.side < TINY else {}))
+    return bool(given.get("pretrained") or given.get("weights")) or str(given.get("model_type")).startswith(HUB_PREFIX)
 
 
 def _is_photographs(facts: Facts) -> bool:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from zerovision.models import MODELS, TIMM_PREFIX, sides
 from zerovision.models.weights_metadata import open_weights, read_facts
@@ -42,6 +41,8 @@ from zerovision.training.config.saved import saved_settings
 from zerovision.training.config.values import launch_command, word_of
 from zerovision.training.data import data_options, list_images, load_data
 from zerovision.training.data.parts import PARTS, TRAIN, VAL
+from zerovision.training.data.reading.decode import header_size
+from zerovision.training.data.reading.files import is_array
 from zerovision.training.observe.new_run import named_after_data, refuse_existing, run_folder
 from zerovision.training.world.launchers import data_ranks
 
@@ -196,8 +197,9 @@ def _usual_side(images: Any, rows: np.ndarray) -> int:
     """Return the median of some images' shorter sides, or 0 if no image can be read."""
     found = []
     for row in rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]:
-        with contextlib.suppress(Exception), Image.open(io.BytesIO(images.content(int(row)))) as image:
-            found.append(min(image.size))
+        with contextlib.suppress(Exception):
+            content = images.content(int(row))
+            found.append(min(np.load(io.BytesIO(content)).shape[:2] if is_array(content) else header_size(content)))
     return int(statistics.median(found)) if found else 0
 
 
@@ -225,9 +227,8 @@ def _weights(given: Mapping[str, Any], effort: str, *, has_gpus: bool, is_small:
     config: Any = get_pretrained_cfg(timm_name) if timm_name and timm.is_model(timm_name) else None
     if not (config and config.has_weights):
         return None
-    where = _where(config.hf_hub_id)
-    licence = config.license or ""
-    return Published(name, config.input_size[-1], licence, where, is_there=bool(where) or bool(given.get("pretrained")))
+    where, is_wanted = _where(config.hf_hub_id), bool(given.get("pretrained"))
+    return Published(name, config.input_size[-1], config.license or "", where, is_there=bool(where) or is_wanted)
 
 
 def _where(repository: str | None) -> str:
