@@ -103,6 +103,34 @@ def test_groups_stay_together_and_weights_weigh(source, tmp_path):
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("more", "whole"), [({"split": ["test"]}, "test"), ({}, "all")])
+def test_weights_of_what_is_evaluated_may_all_be_0(source, more, whole, tmp_path):
+    """They count in training only."""
+    options = DataOptions(data=str(SOURCES[source](tmp_path / "set", rows(weight=[0], **more))), image_size=16)
+    assert len(load_data(options, whole).val) == 24
+    with pytest.raises(UserError, match=r"all training images have weight 0|has no training images"):
+        load_data(options)
+    with pytest.raises(UserError, match=f"--data {options.data}: the part val is empty: at least one labeled image"):
+        load_data(options, "val")
+
+
+def test_weights_whose_sum_no_number_holds_are_refused(tmp_path):
+    """The largest that is taken may occur in every row, beside the smallest."""
+    with pytest.raises(UserError, match="weight is '1e308'; expected a number from 0 to 1e"):
+        load(make_table(tmp_path / "large", rows(weight=[1, "1e308"])))
+    pair = load(make_table(tmp_path / "set", rows(weight=[1e100, 5e-324])))  # of class a, of class b
+    large = pytest.approx(sum(pair.train_counts) / pair.train_counts[0])
+    assert [*pair.train.source.loss_weights] == [large] * pair.train_counts[0] + [0] * pair.train_counts[1]
+
+
+@pytest.mark.parametrize("fold", [1, 2])
+def test_one_group_cannot_be_divided_into_folds(fold, tmp_path):
+    left = "training" if fold == 1 else "validation"
+    with pytest.raises(UserError, match=f"fewer images or groups than --folds, so none is left for {left}"):
+        load(make_table(tmp_path / "set", rows(group=["p1"])), folds=2, fold=fold)
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_columns_that_are_not_used_are_named_in_one_note(source, tmp_path):
     data = rows(patient=["p1"], is_valid=[True, True, False, False], split=["train", "train", "val", "val"], url=["x"])
     pair = load(SOURCES[source](tmp_path / "set", data))

@@ -46,6 +46,8 @@ def parts_there(images: Images) -> list[str]:
 def divided(images: Images, options: DataOptions) -> list[Images]:
     """Return the training, validation and test images, each ordered by class, then by path.
 
+    Weights are scaled so that their mean in the training part is 1, like class weights.
+
     Raises:
         UserError: If there is no training or validation image, a group is in two parts, or all weights are 0.
     """
@@ -58,18 +60,27 @@ def divided(images: Images, options: DataOptions) -> list[Images]:
         rows = np.flatnonzero(part == 0)
         part = part.copy()
         part[rows[_held_out(images, rows, options)]] = 1
-    if not (part == 1).any():
-        few = "fewer images or groups than --folds" if options.folds else "only one image or group"
-        raise UserError(f"{where}: each class has {few}, so none is left for validation: add images or a val part.")
+    for number, what in enumerate(("training", "validation")):
+        if not (part == number).any():
+            few = "fewer images or groups than --folds" if options.folds else "only one image or group"
+            raise UserError(f"{where}: each class has {few}, so none is left for {what}: add images or a val part.")
     order = _in_order(images)
-    return _weighted([images.take(order[part[order] == number]) for number in range(len(PARTS))], where)
+    parts = [images.take(order[part[order] == number]) for number in range(len(PARTS))]
+    if not (mean := math.fsum(parts[0]["weight"]) / len(parts[0])):
+        raise UserError(f"{where}: all training images have weight 0.")
+    return [replace(part, columns={**part.columns, "weight": part.columns["weight"] / mean}) for part in parts]
 
 
 def undivided(images: Images, part: str, options: DataOptions) -> Images:
-    """Return the images of one of `PARTS`, or all images, in the order of `divided`."""
+    """Return the images of one of `PARTS`, or all images, in the order of `divided`; raise UserError if there is none.
+
+    Their weights are not scaled.
+    """
     order = _in_order(images)
     rows = order[images["part"][order] == PARTS.index(part)] if part in PARTS else order
-    return _weighted([images.take(rows)], f"--data {options.data}")[0]
+    if not len(rows):
+        raise UserError(f"--data {options.data}: the part {part} is empty: at least one labeled image is needed.")
+    return images.take(rows)
 
 
 def fingerprint(parts: Sequence[Images], names: Iterable[str]) -> str:
@@ -88,14 +99,6 @@ def fingerprint(parts: Sequence[Images], names: Iterable[str]) -> str:
 def _in_order(images: Images) -> np.ndarray:
     rows = images.in_order()
     return rows[np.argsort(images["label"][rows], kind="stable")]
-
-
-def _weighted(parts: list[Images], where: str) -> list[Images]:
-    """Return the parts with weights scaled so that their mean in the first part is 1, like class weights."""
-    mean = math.fsum(parts[0]["weight"]) / max(1, len(parts[0]))
-    if not mean:
-        raise UserError(f"{where}: all training images have weight 0.")
-    return [replace(part, columns={**part.columns, "weight": part.columns["weight"] / mean}) for part in parts]
 
 
 def _check_groups(images: Images, where: str) -> None:

@@ -27,6 +27,7 @@ from zerovision.training.data.reading.files import MAX_FILE_BYTES, ImageError, r
 
 FACTS = {"part": ("split", "subset", "is_valid"), "group": ("group",), "weight": ("weight",)}
 IS_VALID = {"true": "val", "1": "val", "1.0": "val", "false": "train", "0": "train", "0.0": "train"}
+LARGEST_WEIGHT = 1e100  # the sum of all weights must be finite
 
 
 class Facts(NamedTuple):
@@ -89,10 +90,8 @@ def _weight(cell: str) -> float:
         weight = float(cell)
     except ValueError:
         weight = math.nan
-    if not math.isfinite(weight):
-        raise ValueError(f"weight is {shown(cell)}; expected a number")
-    if weight < 0:
-        raise ValueError(f"weight is {weight:g}; expected 0 or more")
+    if not 0 <= weight <= LARGEST_WEIGHT:  # also true for NaN
+        raise ValueError(f"weight is {shown(cell)}; expected a number from 0 to {LARGEST_WEIGHT:g}")
     return weight if weight != 1 else 1.0  # most rows share one object
 
 
