@@ -99,6 +99,11 @@ WRONG = {
     "negative": (lambda a: a.update(y_train=a["y_train"].astype(int) - 2), "y_train: the label is -2; expected a name"),
     "no text": (lambda a: a.update(class_names=[b"\xff"] * 10), "class_names: the label .* is not encoded as UTF-8"),
     "empty": (lambda a: a.update(x_test=a["x_test"][:0], y_test=a["y_test"][:0]), "y_test is uint8"),
+    "no training labels": (
+        lambda a: a.update(y_train=np.full(20, -1)),
+        "the training set is empty: at least one image is needed.",
+    ),
+    "no validation labels": (lambda a: a.update(y_test=np.full(10, -1)), "the validation set is empty: at least one"),
     "a name alone": (lambda a: a.update(class_names=np.array("a")), "has 1 class names"),
     "cut off": ("cut off", "not a readable .npz file"),
     "one array": ("one array", "not a readable .npz file"),

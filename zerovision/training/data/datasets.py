@@ -343,14 +343,14 @@ def make_array_datasets(
 ) -> DatasetPair:
     """Call `make_dataset_pair` with the training images' mean and standard deviation as defaults."""
     train, val = (source.in_channels(options.image_channels) for source in (train, val))
+    count_labels(train.labels, class_names, "training", None)  # an empty set has no statistics
     mean, std = statistics(train.images)
     if train.values != BYTES:  # the mean and deviation of starting weights are meant for 8-bit images
         options = replace(options, mean=None, std=None)
     defaults = DatasetDefaults(image_size, augmentation, centre_crop=False, mean=mean, std=std)
     digest = hashlib.sha256("\0".join(class_names).encode())
-    for source in (train, val):
-        digest.update(source.images.contiguous().numpy().data)
-        digest.update(source.labels.numpy().data)
+    for tensor in (train.images, train.labels, val.images, val.labels):
+        digest.update(tensor.contiguous().numpy().data)
     return make_dataset_pair((train, val), class_names, defaults, options, digest.hexdigest())
 
 
