@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -84,6 +85,17 @@ def test_doctor_names_what_is_unreadable(folder):
     assert f"note on '{folder}/a/0.png': several frames" in printed
     assert "skipped 1 file with an unsupported type or extension: 1 not a regular file" in printed
     assert "[b]" in printed
+
+
+def test_doctor_escapes_names_that_no_terminal_may_get(folder):
+    """In every line, also in those on identical images; Python cannot encode a name that is not UTF-8."""
+    content = (folder / "a" / "0.png").read_bytes()
+    for name in (b"caf\xe9.png", b"two\nlines.png"):
+        Path(os.fsdecode(os.fsencode(folder / "a") + b"/" + name)).write_bytes(content)
+    code, printed, errors = call("doctor", "--check-data", folder, "--val-fraction", "0.1")
+    assert (code, errors) == (0, "")
+    (line,) = [line for line in printed.splitlines() if "caf" in line]
+    assert {r"caf\udce9.png", r"two\nlines.png"} <= {*re.findall(r"/a/([^/]*\.png)", line)}
 
 
 CLASSES = ("a", "b")

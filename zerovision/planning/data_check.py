@@ -134,16 +134,16 @@ def print_report(data: str, report: DataReport) -> None:
         table.add_row(escape(printable(name)), *map(str, counts))
     table.add_row("all", *(str(len(part)) for part in parts.values()))
     console.print(table)
-    lines = [f"note: {printable(note)}" for note in datasets.notes]
+    lines = [f"note: {note}" for note in datasets.notes]
     lines += lines_of(equal_images(datasets, report.digests))
     if report.sizes:
         smallest, largest = (f"{width}x{height}" for width, height in report.sizes)
         lines.append(f"smallest image {smallest}, largest {largest} pixels")
-    lines += [f"note on {path!r}: {printable(note)}" for path, note in report.image_notes]
-    lines += [f"unreadable: {path!r}: {printable(reason)}" for path, reason in report.unreadable]
+    lines += [f"note on {path!r}: {note}" for path, note in report.image_notes]
+    lines += [f"unreadable: {path!r}: {reason}" for path, reason in report.unreadable]
     lines.append(f"{len(report.unreadable)} of {report.images} images cannot be used")
     for line in lines:
-        console.print(line, markup=False)
+        console.print(printable(line), markup=False)
 
 
 # For an image: its size, or path and reason if it is unreadable; the notes on it; its file's digest.
