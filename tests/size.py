@@ -27,7 +27,7 @@ ROOMS = {  # limit and end
     "zerovision/training/observe": (1149, 1050),
     "zerovision/training": (2104, 1400),
     "zerovision/launch": (2456, 1800),
-    "zerovision/planning": (1187, 1000),
+    "zerovision/planning": (1181, 1000),
     "zerovision/delivery": (3111, 2400),
     "zerovision/extras": (1447, 1300),
 }

@@ -156,6 +156,20 @@ def test_the_answer_is_written_as_people_do(words, capsys):
     assert re.search(told, text)
 
 
+@pytest.mark.parametrize(
+    ("words", "assumed"),
+    [
+        ("", "no --data: 1,281,167 images of 1,000 classes at 224 pixels"),
+        ("--images=50 --classes=10 --image-size=32", "no --data: 50 images of 10 classes at 32 pixels"),
+        ("--data=fake --images=50", ""),
+    ],
+)
+def test_what_is_assumed_without_data_is_what_is_planned_for(words, assumed):
+    job, told = job_of(PlanSettings.read(f"--model-type=basic_cnn --gpu=8gb {words}".split()))
+    assert told == assumed
+    assert job.images == (50 if "--images=50" in words else 1_281_167)
+
+
 @pytest.mark.parametrize(("model", "sees"), [("timm:test_vit", False), ("basic_cnn", True)])
 def test_batchnorm_is_named_where_there_is_one(model, sees):
     words = [f"--model-type={model}", "--gpu=8gb", "--image-size=224", "--engine=torch", "--batch-size=64"]

@@ -181,13 +181,12 @@ def job_of(given: PlanSettings) -> tuple[PlannedJob, str]:
         config = dataclasses.replace(divide_given(config, data_ranks(ranks, config.mesh)), global_batch=0)
     machine = Machine(find_gpu(gpu), per_node) if gpu else detect_machine(per_node)
     has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in given.training_words)
-    data, assumed = _data(config, has_data=has_data)
-    if given.images:
-        data["images"] = given.images
-    if given.classes:
-        data["classes"] = given.classes
-    config = dataclasses.replace(config, image_channels=data.pop("image_channels"))
-    return with_planned_batch(PlannedJob(config, machine, ranks, **data)), assumed
+    data = _data(config) if has_data else IMAGENET | {"image_size": config.image_size or IMAGENET["image_size"]}
+    data |= {name: number for name in ("images", "classes") if (number := getattr(given, name))}
+    config = dataclasses.replace(config, image_channels=data.pop("image_channels", config.image_channels))
+    job = with_planned_batch(PlannedJob(config, machine, ranks, **data))
+    assumed = f"no --data: {job.images:,} images of {job.classes:,} classes at {job.image_size} pixels"
+    return job, "" if has_data else assumed
 
 
 def plan(given: PlanSettings) -> int:
@@ -231,14 +230,9 @@ def measured_s(config: TrainConfig, classes: int, image_size: ImageSize) -> floa
     return statistics.median(seconds[WARM_UP_STEPS:])
 
 
-def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, Any], str]:
-    """Return the numbers of classes and images, the images' size and channels, and a text on the assumptions."""
-    if not has_data:
-        size = config.image_size or IMAGENET["image_size"]
-        text = f"no --data: {IMAGENET['images']:,} images of {IMAGENET['classes']:,} classes at {size} pixels"
-        return IMAGENET | {"image_size": size, "image_channels": config.image_channels}, text
+def _data(config: TrainConfig) -> dict[str, Any]:
+    """Return the numbers of classes and images, and the images' size and channels."""
     data = load_data(data_options(config))
-    size = data.train.sizes[-1]
-    counts = {"classes": len(data.class_names), "images": sum(data.train_counts), "image_size": size}
     channels = config.image_channels if data.preprocessing.channels == 3 else data.preprocessing.channels
-    return counts | {"image_channels": channels}, ""
+    counts = {"classes": len(data.class_names), "images": sum(data.train_counts), "image_size": data.train.sizes[-1]}
+    return counts | {"image_channels": channels}
