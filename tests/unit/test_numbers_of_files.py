@@ -88,6 +88,30 @@ def test_evaluation_and_prediction_read_them_alike(tmp_path, kind, channels):
     assert {path: found[path] for path in highest} == pytest.approx(highest, rel=1e-5)
 
 
+BAD = {
+    "a number": (np.float32(0.5), r"its shape is \[\], not \[height, width\]"),
+    "four axes": (np.zeros((1, 8, 8, 1), np.uint16), r"its shape is \[1, 8, 8, 1\], not"),
+    "no pixel": (np.zeros((0, 8), np.uint16), r"its shape is \[0, 8\], not"),
+    "no supported type": (np.zeros((8, 8, 5), np.int64), "int64 numbers: use uint8"),
+    "cut off": (None, "not a readable .npy file"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("place", ["a", "b"])
+def test_a_bad_file_is_skipped_wherever_it_is(tmp_path, bad, place):
+    """Also the first one of a part, by which the type of the numbers is known."""
+    numbers, words = BAD[bad]
+    for part in ("train", "val"):
+        write_folder(tmp_path / part, "uint16", 5)
+        file = tmp_path / part / place / "0.npy"
+        file.write_bytes(b"\x93NUMPY") if numbers is None else np.save(file, numbers)
+    pair = load_data(options_of(tmp_path, bad_images="skip:0.3"))
+    assert (pair.preprocessing.values, pair.preprocessing.channels) == ("uint16", 5)
+    with pytest.raises(UserError, match=words):
+        load_data(options_of(tmp_path)).train.source.read(0 if place == "a" else 6)
+
+
 def test_what_would_lose_bits_or_is_other_is_refused(tmp_path):
     write_folder(tmp_path, "uint16", 1)
     with pytest.raises(UserError, match="image files have 1"):

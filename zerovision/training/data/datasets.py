@@ -229,12 +229,11 @@ def _preprocessing(size: ImageSize, source: Source, options: DataOptions, defaul
     """Return the evaluation preprocessing for images of one size."""
     is_cropped = defaults.centre_crop if options.fit == "auto" else options.fit == "crop"
     resize_size = size_of(*(int(side / options.eval_crop) for side in sides(size)))  # as in timm
-    channels = source.channels
     return Preprocessing(
         size,
         resize_size if is_cropped else None,
-        mean=_for_channels(options.mean, channels) or _for_channels(defaults.mean, channels),
-        std=_for_channels(options.std, channels) or _for_channels(defaults.std, channels),
+        mean=_for_channels(options.mean, source.channels) or _for_channels(defaults.mean, source.channels),
+        std=_for_channels(options.std, source.channels) or _for_channels(defaults.std, source.channels),
         interpolation=options.interpolation,
         fit="pad" if options.fit == "pad" else "",
         values=source.values,
@@ -439,8 +438,7 @@ def count_labels(labels: torch.Tensor, class_names: list[str], what: str, sets: 
     if len(labels) == 0:
         raise UserError(f"the {what} set is empty: at least one image is needed.")
     if sets is not None:
-        images_of_sets = torch.bincount(labels, minlength=len(sets.names))
-        return (images_of_sets.double() @ sets.targets.double()).long().tolist()
+        return (torch.bincount(labels, minlength=len(sets.names)).double() @ sets.targets.double()).long().tolist()
     # a label out of range would fail an assertion on the GPU, long after the start
     low, high, last = int(labels.min()), int(labels.max()), len(class_names) - 1
     if low < 0 or high > last:

@@ -262,7 +262,6 @@ def _shares(total: int, taken: Sequence[int], left: int) -> list[int]:
     wanted = [total * (number + 1) // folds - total * number // folds for number in range(folds)]
     shares = [max(whole - has, 0) for whole, has in zip(wanted, taken, strict=True)]
     while sum(shares) > left:  # groups exceed a fold's share, so the fullest folds receive fewer images
-        folds_with_images = [fold for fold, share in enumerate(shares) if share]
-        fullest = max(folds_with_images, key=lambda fold: (taken[fold] + shares[fold], fold))
+        fullest = max(np.flatnonzero(shares).tolist(), key=lambda fold: (taken[fold] + shares[fold], fold))
         shares[fullest] -= 1
     return shares

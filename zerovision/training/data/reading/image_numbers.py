@@ -40,6 +40,7 @@ from zerovision.training.data.reading.files import ARRAY_EXTENSION, ImageError, 
 from zerovision.training.data.settings import NUMBERS
 
 if TYPE_CHECKING:
+    from zerovision.training.data import DataOptions
     from zerovision.training.data.images import Images
 
 FLOATS = "float32"
@@ -109,8 +110,7 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
     read as three equal channels. Raise Refused if the file cannot be read, or has another type or number of channels.
     """
     numbers = _numbers_in(content, wanted, max_pixels)
-    found = numbers.shape[-1] if numbers.ndim else 0
-    if numbers.ndim != 3 or not numbers.size or found not in (channels, 1 if channels == 3 else channels):
+    if numbers.shape[-1] not in (channels, 1 if channels == 3 else channels):
         raise Refused(f"its shape is {list(numbers.shape)}, but the model takes [height, width, {channels}]")
     try:
         image, kind = to_values(numbers, "it")
@@ -121,11 +121,21 @@ def read_numbers(content: bytes, wanted: str, channels: int, max_pixels: int = M
     return image.permute(2, 0, 1).expand(channels, -1, -1)
 
 
-def kind_of_numbers(path: str, content: bytes, max_pixels: int = MAX_PIXELS) -> tuple[str, int]:
-    """Return the type (see `to_values`) and number of channels of an image, or raise ImageError or UserError."""
-    with named(path):
-        numbers = _numbers_in(content, "uint16", max_pixels)
-    return to_values(numbers, path)[1], numbers.shape[-1]
+def kind_of_numbers(images: Images, options: DataOptions) -> tuple[str, int]:
+    """Return the type (see `to_values`) and number of channels of the first image, or raise its UserError.
+
+    If bad images are skipped, it is the first image that can be used.
+    """
+
+    def kind(row: int) -> tuple[str, int]:
+        with named(name := images.name(row)):
+            numbers = _numbers_in(images.content(row), "uint16", options.max_megapixels * 10**6)
+        return to_values(numbers, name)[1], numbers.shape[-1]
+
+    for row in range(0 if options.bad_images == "error" else len(images)):
+        with suppress(UserError):
+            return kind(row)
+    return kind(0)
 
 
 def note_unused_range(images: Images, max_pixels: int) -> list[str]:
@@ -163,6 +173,8 @@ def _numbers_in(content: bytes, wanted: str, max_pixels: int) -> np.ndarray:
             limits = np.iinfo(wanted)
             if limits.min <= numbers.min() and numbers.max() <= limits.max:
                 numbers = numbers.astype(wanted)
+    if numbers.ndim not in (2, 3) or not numbers.size:
+        raise Refused(f"its shape is {list(numbers.shape)}, not [height, width] or [height, width, channels]")
     return numbers[..., None] if numbers.ndim == 2 else numbers
 
 

@@ -286,8 +286,7 @@ class FileSource(Source):
         cache, position = self.cache, self.first_in_cache + index
         cached = None if cache is None else cache.get(position)
         if cached is not None:
-            pixels, digest = cached
-            pixels = crop(pixels, choose)
+            pixels, digest = crop(cached[0], choose), cached[1]
         else:
             name, content = self.name(index), self.images.content(index)
             is_kept = cache is not None and not cache.is_full
@@ -319,9 +318,9 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
     channels, max_pixels, cached = options.image_channels or 3, options.max_megapixels * 10**6, parts[:2]
     values, cache, note = BYTES, None, ""
     if options.decode == NUMBERS and len(parts[0]):
-        values, found = kind_of_numbers(parts[0].name(0), parts[0].content(0), max_pixels)
-        for part, what in zip(parts[1:], ("validation", "test"), strict=False):
-            if (other := kind_of_numbers(part.name(0), part.content(0), max_pixels)[0]) != values:
+        (values, found), *others = (kind_of_numbers(part, options) for part in parts)
+        for (other, _), what in zip(others, ("validation", "test"), strict=False):
+            if other != values:
                 raise UserError(f"the {what} images are {other}, but the training images are {values}: use one type.")
         channels = options.image_channels or (3 if found == 1 else found)
         decoder: Decoder = partial(decode_numbers, wanted=values, channels=channels, max_pixels=max_pixels)
@@ -331,8 +330,7 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
         sizes = []  # in bytes, of evenly spaced images that can be read
         for row in cached[0].spaced_rows():
             with suppress(ImageError, Refused):
-                height, width = header_size(cached[0].content(row), max_pixels)
-                sizes.append(shrunk_bytes(height, width, image_size, channels))
+                sizes.append(shrunk_bytes(*header_size(cached[0].content(row), max_pixels), image_size, channels))
         expected_bytes = int(sum(map(len, cached)) * (sum(sizes) / max(1, len(sizes))))
         cache, note = open_cache(options, _cache_key(cached, image_size, channels), expected_bytes)
     starts, caches = itertools.accumulate(map(len, parts), initial=0), (cache, cache, None)
@@ -346,8 +344,7 @@ def open_files(parts: Sequence[Images], image_size: int, options: DataOptions) -
 def _cache_key(parts: Sequence[Images], image_size: int, channels: int) -> str:
     """Return a name that depends on everything that determines the pixels and the order of shrunk images."""
     pixels = f"{image_size}" if channels == 3 else f"{image_size}x{channels}"
-    root = os.fspath(parts[0].root)
-    digest = hashlib.sha256(f"{CACHE_FORMAT}\0{pixels}\0{root}\0".encode("utf-8", "surrogateescape"))
+    digest = hashlib.sha256(f"{CACHE_FORMAT}\0{pixels}\0{parts[0].root}\0".encode("utf-8", "surrogateescape"))
     for part in parts:
         for path, size, changed in zip(part.paths(), part["size"].tolist(), part["changed"].tolist(), strict=True):
             digest.update(os.fsencode(f"{path}\0{size}\0{changed}\n"))
