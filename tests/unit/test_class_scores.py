@@ -17,6 +17,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.points import SCORE_NAMES, best_epoch, merit
 from zerovision.training.base.progress import Progress
 from zerovision.training.config import TrainConfig
+from zerovision.training.data.reading.sources import Source
 from zerovision.training.observe.best_weights import epoch_of
 from zerovision.training.observe.evaluation import describe_scores
 from zerovision.training.tasks import scores as task_scores
@@ -58,7 +59,7 @@ def test_scores_are_scikit_learns(decimals, monkeypatch):
     probabilities, predictions = logits.softmax(1).numpy(), logits.topk(5).indices[:, 0].numpy()
     assert set(predictions) == {*range(6)}
     assert found["macro_f1"] == metrics.f1_score(labels, predictions, average="macro", zero_division=0)
-    assert describe_scores(scores, "abcdefg", str)["macro"] == {
+    assert describe_scores(scores, "abcdefg", Source())["macro"] == {
         name: pytest.approx(
             getattr(metrics, f"{name}_score")(labels, predictions, average="macro", zero_division=0), abs=1e-12
         )

@@ -17,6 +17,7 @@ from sklearn.metrics import accuracy_score, classification_report, confusion_mat
 from tests.kit import ALONE
 from zerovision.delivery.evaluation_files import write_evaluation
 from zerovision.training.base.errors import UserError
+from zerovision.training.data.reading.sources import Source
 from zerovision.training.observe.evaluation import (
     calibration_bins,
     check_replaceable,
@@ -32,6 +33,13 @@ NAMES = ["null", "<b>eins</b>", "zw\rei", "drei\n", "vier", "fünf", "六"]
 SAMPLES = 500
 
 
+class Named(Source):
+    """Images whose names have a carriage return."""
+
+    def name(self, index: int) -> str:
+        return f"image\r{index}"
+
+
 @pytest.fixture(scope="module")
 def judged():
     """(labels [500], logits [500, 7], what is told of them); class 5 has no sample, class 6 is never predicted."""
@@ -45,7 +53,7 @@ def judged():
     for part in torch.arange(SAMPLES).split(64):
         recorder.add(logits[part], labels[part], torch.ones(len(part)), part)
     scores = recorder.gather(ALONE)
-    return labels.numpy(), logits.double(), describe_scores(scores, NAMES, lambda index: f"image\r{index}")
+    return labels.numpy(), logits.double(), describe_scores(scores, NAMES, Named())
 
 
 def test_scores_are_scikit_learns_to_the_last_digit(judged):
@@ -202,7 +210,7 @@ def test_many_classes_get_a_table_of_pairs(tmp_path: Path):
     logits = torch.zeros(2, len(names))
     logits[:, 7] = 1.0
     recorder.add(logits, labels, torch.ones(2), torch.arange(2))
-    facts = describe_scores(recorder.gather(ALONE), names, str)
+    facts = describe_scores(recorder.gather(ALONE), names, Source())
     write_evaluation(tmp_path / "e", facts, image)
     text = (tmp_path / "e" / "confusion.csv").read_text(encoding="utf-8")
     assert text.splitlines() == ["true,predicted,samples", "class 3,class 7,1", "class 1000,class 7,1"]

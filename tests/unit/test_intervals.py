@@ -15,13 +15,16 @@ from scipy.optimize import minimize_scalar
 from scipy.special import xlogy
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score
 
+from tests.kit import ALONE
 from zerovision.delivery.intervals import interval_of, of_classes, of_difference, wilson
 from zerovision.delivery.report.page import compare, mcnemar, write_report
 from zerovision.delivery.report.run_facts import key_figures
 from zerovision.delivery.report.run_files import read_run
 from zerovision.training.base.errors import UserError
-from zerovision.training.observe.evaluation import judged_images
+from zerovision.training.data import DataOptions, load_data
+from zerovision.training.observe.evaluation import describe_scores, judged_images
 from zerovision.training.tasks.class_counts import ClassCounts
+from zerovision.training.tasks.labels import OneLabel
 
 
 class Classifier(NamedTuple):
@@ -214,13 +217,32 @@ def test_key_figures_have_the_chosen_score_and_the_lowest_class(tmp_path):
 def test_images_are_known_by_their_names_below_the_folder_of_all():
     labels, right = torch.tensor([0, 1, 1]), torch.tensor([True, False, True])
     details = SimpleNamespace(indices=torch.arange(3), labels=labels, is_right=right)
-    names = ["a/x.png", "b/y.png", "b/z.png"]
+    names, classes = ["a/x.png", "b/y.png", "b/z.png"], ["cat", "dog"]
     here, moved, other = (
-        judged_images(details, [f"{root}/{name}" for name in files].__getitem__)
+        judged_images(details, [f"{root}/{name}" for name in files].__getitem__, classes)
         for root, files in (("/photos", names), ("/mnt/a/more", names), ("/photos", ["a/x.png", "b/y.png", "b/w.png"]))
     )
     assert here == moved
     assert (here["right"], here["images"] == other["images"]) == ("101", False)
-    assert judged_images(details, [*names[:2], "/elsewhere/z.png"].__getitem__)["images"] != here["images"]
+    assert judged_images(details, [*names[:2], "/elsewhere/z.png"].__getitem__, classes)["images"] != here["images"]
+    assert judged_images(details, names.__getitem__, ["apple", "pear"])["images"] != here["images"]
     details.labels = torch.tensor([0, 1, 0])
-    assert judged_images(details, names.__getitem__)["images"] != here["images"]
+    assert judged_images(details, names.__getitem__, classes)["images"] != here["images"]
+
+
+def test_images_in_memory_are_known_by_their_pixels_and_classes(tmp_path):
+    draws, labels = np.random.default_rng(0), [0, 1] * 5
+    images, others = (draws.integers(256, size=(10, 8, 8, 3), dtype=np.uint8) for _ in range(2))
+    recorder = OneLabel(2).recorder()
+    recorder.add(torch.eye(2)[labels], torch.tensor(labels), torch.ones(10), torch.arange(10))
+    scores = recorder.gather(ALONE)
+
+    def known(held_out, names=("cat", "dog"), train=images, class_names=(), **options):
+        arrays = {"x_train": train, "y_train": labels, "x_test": held_out, "y_test": labels, "class_names": names}
+        np.savez(tmp_path / "a.npz", **arrays)
+        pair = load_data(DataOptions(data=f"npz:{tmp_path / 'a.npz'}", **options))
+        return describe_scores(scores, class_names or pair.class_names, pair.val.source)["judged"]["images"]
+
+    assert known(images) not in {known(images, ["apple", "pear"]), known(others)}
+    assert known(images) == known(images, train=others) == known(images, image_channels=1), "the same held-out images"
+    assert known(images) == known(images, class_names=["cat", "dog", "zebra"]), "a model that knows one more class"

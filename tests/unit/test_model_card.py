@@ -31,6 +31,7 @@ from zerovision.training.checkpoint.weights import load_model, preprocess, save_
 from zerovision.training.config import TrainConfig
 from zerovision.training.config.command_line import parse_args
 from zerovision.training.config.values import OF_ONE_RUN, launch_command
+from zerovision.training.data.reading.sources import Source
 from zerovision.training.observe.evaluation import describe_scores, write_scores
 from zerovision.training.tasks.labels import OneLabel
 
@@ -67,7 +68,7 @@ def run(tmp_path: Path) -> Path:
     logits, labels = torch.tensor([[2.0, 0.0], [0.5, 1.0], [1.0, 0.0]]), torch.tensor([0, 1, 1])
     recorder.add(logits, labels, torch.ones(3), torch.arange(3))
     scores = recorder.gather(ALONE)
-    write_scores(tmp_path / "evaluation", {"epoch": 3, "split": "val"} | describe_scores(scores, names, str))
+    write_scores(tmp_path / "evaluation", {"epoch": 3, "split": "val"} | describe_scores(scores, names, Source()))
     return tmp_path
 
 

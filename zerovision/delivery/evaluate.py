@@ -152,7 +152,7 @@ def _judge(evaluation: Evaluation, *, verbose: bool) -> dict[str, Any]:
     plain, of_views, trained_on = score(evaluation, verbose=verbose)
     about = {"data": data.data, "split": data.split}
     scores = {"epoch": metadata["extra"].get("epoch"), **about, "precision": evaluation.precision}
-    scores |= describe_scores(plain, metadata["class_names"], data.datasets.val.source.name)
+    scores |= describe_scores(plain, metadata["class_names"], data.datasets.val.source)
     if of_views is not None:
         scores["views"] = evaluation.views._asdict() | {key: getattr(of_views, key) for key in SCORES_SHOWN}
     if trained_on is not None:

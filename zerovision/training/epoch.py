@@ -185,7 +185,7 @@ def judge_test(run: Run) -> None:
     run.loggers.event("test", {"step": run.position, "epoch": best_epoch} | values)
     if world.is_main:
         facts: dict[str, Any] = {"epoch": best_epoch, "data": run.config.data, "split": "test"}
-        facts |= describe_scores(scores, run.data.class_names, test.source.name)
+        facts |= describe_scores(scores, run.data.class_names, test.source)
         try:
             write_scores(folder.path / TEST_EVALUATION, facts)
         except (OSError, UserError) as error:

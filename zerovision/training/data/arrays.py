@@ -7,6 +7,7 @@ The arrays in a NumPy file are named as in Keras' data sets: x_train, y_train, x
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable
@@ -74,8 +75,7 @@ def _waves(num_images: int, stream: int) -> ArraySource:
     hues = 2 * math.pi * (labels[:, None] / FAKE_CLASSES + np.arange(3) / 3)
     pixels = 127 + 50 * waves[:, None] + 20 * np.cos(hues)[:, :, None, None]
     pixels = pixels + generator.normal(0, NOISE_LEVELS, (num_images, 3, IMAGE_SIZE, IMAGE_SIZE))
-    images = torch.from_numpy(pixels.clip(0, 255).astype(np.uint8))
-    return ArraySource(images, torch.from_numpy(labels).long())
+    return ArraySource(torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), torch.from_numpy(labels).long())
 
 
 def _load_npz(options: DataOptions) -> DatasetPair:
@@ -102,8 +102,9 @@ def _load_npz(options: DataOptions) -> DatasetPair:
         raise UserError(f"--data npz:{path}: the images of x_train and x_test have different shapes.")
     if train.values != val.values:
         raise UserError(f"--data npz:{path}: x_train is {train.values}, but x_test {val.values}: use the same type.")
-    size = size_of(*train.images.shape[2:])
-    return make_array_datasets(train, val, names, options, size, "shift_flip").noted(notes)
+    pair = make_array_datasets(train, val, names, options, size_of(*train.images.shape[2:]), "shift_flip").noted(notes)
+    pair.val.source.digest = hashlib.sha256(val.images.numpy().data).hexdigest()
+    return pair
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

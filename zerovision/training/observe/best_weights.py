@@ -61,7 +61,7 @@ def write_best(
             extra={"epoch": judged["epoch"], "top1": scores.top1, "top5": scores.top5, "loss": scores.loss, **more},
         )
         write_class_map(folder.path, data.class_names)
-        facts = describe_scores(scores, data.class_names, data.val.source.name)
+        facts = describe_scores(scores, data.class_names, data.val.source)
         write_scores(folder.path / EVALUATION, judged | {"split": "val"} | facts)
 
     return write

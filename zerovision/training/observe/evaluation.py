@@ -15,6 +15,7 @@ import torch
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import replacing_folder, write_json
 from zerovision.training.base.run_folder import SCORES
+from zerovision.training.data.reading.sources import Source
 from zerovision.training.tasks.scores import SampleScores, Scores, count_classes
 
 CALIBRATION_BINS = 15
@@ -22,13 +23,13 @@ WORST_SAMPLES = 24
 TYPICAL_SAMPLES = 24
 
 
-def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callable[[int], str]) -> dict[str, Any]:
+def describe_scores(scores: Scores, class_names: Sequence[str], source: Source) -> dict[str, Any]:
     """Return the contents of scores.json.
 
     Args:
         scores: the result of `SampleRecorder.gather`, which includes details.
         class_names: names of the C classes.
-        name_of: function that maps a sample's position in the data set to its path, or to the position as text.
+        source: the images.
 
     Returns:
         A dict with `samples`, `loss` (nats), `loss_standard_error`, `top1`, `top5`, `balanced_accuracy` and `ece`;
@@ -46,11 +47,12 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
     names = ("support", "predicted", "precision", "recall", "f1")
     columns = {"name": class_names} | {name: getattr(counts, name).tolist() for name in names}
     if scores.thresholds is None:
-        selected = _of_one_label(details, len(class_names), name_of)
+        selected = _of_one_label(details, len(class_names), source.name)
     else:
         columns["threshold"] = scores.thresholds.tolist()
         selected = {"confusion": [], "worst": [], "typical": []}
     classes = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    occurring = [one["name"] for one in classes if one["support"]]
     bins = calibration_bins(details)
     return {
         **({"task": scores.task} if scores.task else {}),
@@ -67,7 +69,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         "classes": classes,
         "calibration": bins,
         **selected,
-        "judged": judged_images(details, name_of),
+        "judged": judged_images(details, source.name, [source.digest, *occurring]),
     }
 
 
@@ -174,17 +176,18 @@ def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
     return float(gaps / max(sum(one["samples"] for one in filled), 1))
 
 
-def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[str, str]:
+def judged_images(details: SampleScores, name_of: Callable[[int], str], about: Sequence[str]) -> dict[str, str]:
     """Return the data for comparing two evaluations image by image.
 
-    `images` is a hash of the images' labels and of their paths relative to their common folder. `right` has one digit
-    per image, in order: 1 if its class was predicted correctly, otherwise 0.
+    `images` is a hash of the images' labels, of their paths relative to their common folder, and of `about`: the names
+    of their classes, and `Source.digest`. `right` has one digit per image, in order: 1 if its class was predicted
+    correctly, otherwise 0.
     """
     names = [name_of(index) for index in details.indices.tolist()]
     # Cut the prefix after a folder; `commonpath` rejects a mix of relative and absolute paths.
     start = os.path.commonprefix(names).rfind(os.sep) + 1  # noqa: RUF071
-    lines = (f"{label}\0{name[start:]}\n" for label, name in zip(details.labels.tolist(), names, strict=True))
-    digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape"))
+    lines = (f"{label}\0{name[start:]}" for label, name in zip(details.labels.tolist(), names, strict=True))
+    digest = hashlib.sha256("\n".join([*about, *lines]).encode("utf-8", "surrogateescape"))
     return {"images": digest.hexdigest()[:16], "right": "".join(map(str, details.is_right.int().tolist()))}
 
 

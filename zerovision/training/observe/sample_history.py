@@ -89,9 +89,8 @@ class SampleHistory(Observer):
         weights, images, labels, logits = (torch.cat(one) for one in zip(*held, strict=True))
         logits, images = logits.float(), to_device(images, logits.device)
         of_each = logits.log_softmax(1) if logits.ndim == 2 else log_mean_probability(logits)
-        own = of_each.gather(1, labels[:, None])
         others = of_each.scatter(1, labels[:, None], -torch.inf).max(1)
-        columns = (weights, images, labels, others.indices, own[:, 0], others.values)
+        columns = (weights, images, labels, others.indices, of_each.gather(1, labels[:, None])[:, 0], others.values)
         self._rows.append(torch.stack([column.double() for column in columns], dim=1))
 
 

@@ -180,6 +180,7 @@ class Source:
         values: Original type of the numbers; all types but uint8 are read as float32.
         labels: int64 [N].
         in_memory: Whether the images need no decoding.
+        digest: SHA-256 of the pixels, if only they tell the images from those of another file; otherwise ''.
         cache_folder: Folder of the cache of decoded images, or None.
         digests: Digests of the files that are read, by position (see `digest_of`); None to collect none.
         notes: Notes on unusual images that are read, by path; None to collect none.
@@ -190,6 +191,7 @@ class Source:
     values: str
     labels: torch.Tensor
     in_memory = True
+    digest = ""
     cache_folder: Path | None = None
     digests: dict[int, int] | None = None
     notes: dict[str, str] | None = None
