@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import typing
 from types import SimpleNamespace
@@ -82,8 +83,12 @@ def test_scores_are_scikit_learns(decimals, monkeypatch):
 
 def test_what_cannot_be_told_is_no_number():
     labels, logits = torch.zeros(SAMPLES, dtype=torch.int64), torch.randn(SAMPLES, CLASSES)
-    areas = recorded(labels, logits, 64, list).areas
+    scores = recorded(labels, logits, 64, list)
+    areas = scores.areas
     assert (str(areas.auroc), areas.map) == ("nan", 1.0), "there is one class, which no threshold tells from others"
+    facts = describe_scores(scores, "abcdefg", Source())
+    assert ("auroc" in facts, facts["map"]) == (False, 1.0)
+    json.dumps(facts, allow_nan=False)
     logits[0] = torch.nan
     assert {*map(str, recorded(labels, logits, 64, list).areas)} == {"nan"}
 

@@ -187,6 +187,15 @@ def test_training_judges_the_test_part_once(copies, tmp_path, capsys):
     assert "of the test part" not in again  # it was judged already
 
 
+def test_a_score_that_the_test_part_does_not_have_is_left_out(copies, tmp_path, capsys):
+    shutil.rmtree(copies / "test" / "b")
+    folder = train(copies, tmp_path / "logs", best_by="auroc")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "of the test part" in line)
+    assert re.search(r"top-1 [0-9.]+ % on the [0-9]+ images of the test part", line)
+    assert "auroc" not in read_metrics(folder, "test")[0]
+    assert "NaN" not in (folder / "evaluation-test/scores.json").read_text()
+
+
 def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
     (copies / "train/a/4.png").rename(copies / "train/a/new\r\nline, é.png")
     train(copies, tmp_path / "logs")

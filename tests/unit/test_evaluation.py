@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.stats import sem
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
 from tests.kit import ALONE
 from zerovision.delivery.evaluation_files import write_evaluation
+from zerovision.delivery.intervals import interval_of
 from zerovision.training.base.errors import UserError
 from zerovision.training.data.reading.sources import Source
 from zerovision.training.observe.evaluation import (
@@ -40,6 +42,13 @@ class Named(Source):
         return f"image\r{index}"
 
 
+def described(labels: torch.Tensor, logits: torch.Tensor) -> dict:
+    recorder = OneLabel(len(NAMES)).recorder()
+    for part in torch.arange(len(labels)).split(64):
+        recorder.add(logits[part], labels[part], torch.ones(len(part)), part)
+    return describe_scores(recorder.gather(ALONE), NAMES, Named())
+
+
 @pytest.fixture(scope="module")
 def judged():
     """(labels [500], logits [500, 7], what is told of them); class 5 has no sample, class 6 is never predicted."""
@@ -49,11 +58,7 @@ def judged():
     logits = 2 * torch.randn(SAMPLES, len(NAMES), generator=generator)
     logits[torch.arange(SAMPLES), labels] += 2
     logits[:, 6] = -20
-    recorder = OneLabel(len(NAMES)).recorder()
-    for part in torch.arange(SAMPLES).split(64):
-        recorder.add(logits[part], labels[part], torch.ones(len(part)), part)
-    scores = recorder.gather(ALONE)
-    return labels.numpy(), logits.double(), describe_scores(scores, NAMES, Named())
+    return labels.numpy(), logits.double(), described(labels, logits)
 
 
 def test_scores_are_scikit_learns_to_the_last_digit(judged):
@@ -81,6 +86,15 @@ def test_scores_are_scikit_learns_to_the_last_digit(judged):
     confusion = confusion_matrix(labels, predictions, labels=numbers)
     np.testing.assert_array_equal(dense_confusion(facts["confusion"], len(NAMES)), confusion)
     assert all(count for _, _, count in facts["confusion"])
+
+
+def test_the_standard_error_of_the_loss_is_scipys_and_of_one_image_unknown(judged):
+    labels, logits, facts = judged
+    losses = -logits.log_softmax(1)[torch.arange(SAMPLES), torch.from_numpy(labels)].numpy()
+    assert facts["loss_standard_error"] == pytest.approx(sem(losses), rel=1e-6)
+    one = described(torch.from_numpy(labels[:1]), logits[:1].float())
+    assert "loss_standard_error" not in one
+    assert interval_of(one, "loss") is None
 
 
 def test_calibration_is_scikit_learns(judged):

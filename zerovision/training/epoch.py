@@ -175,9 +175,9 @@ def judge_test(run: Run) -> None:
         return
     values = {name: getattr(scores, name) for name in ("samples", "loss", "top1", "top5")}
     best_by, other = run.config.best_by, ""
-    if best_by not in values:
-        values[best_by] = score_of(scores, best_by, len(run.data.class_names))
-        other = f", {SCORE_NAMES[best_by]} {percent(values[best_by])}"
+    if best_by not in values and math.isfinite(score := score_of(scores, best_by, len(run.data.class_names))):
+        values[best_by] = score
+        other = f", {SCORE_NAMES[best_by]} {percent(score)}"
     run.loggers.message(
         f"test         top-1 {percent(scores.top1)}{other} on the {scores.samples} images of the test part, evaluated "
         f"once, with the weights of epoch {best_epoch}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import replacing_folder, write_json
 from zerovision.training.base.run_folder import SCORES
 from zerovision.training.data.reading.sources import Source
-from zerovision.training.tasks.scores import SampleScores, Scores, count_classes
+from zerovision.training.tasks.scores import AREAS, SampleScores, Scores, count_classes
 
 CALIBRATION_BINS = 15
 WORST_SAMPLES = 24
@@ -32,13 +33,14 @@ def describe_scores(scores: Scores, class_names: Sequence[str], source: Source) 
         source: the images.
 
     Returns:
-        A dict with `samples`, `loss` (nats), `loss_standard_error`, `top1`, `top5`, `balanced_accuracy` and `ece`;
-            `auroc` and `map` if they were computed; `macro` and `weighted`, each with precision, recall and f1;
-            `classes`, each with name, support, predicted, precision, recall and f1 (see `ClassCounts`; a ratio with
-            denominator 0 is 0, as in scikit-learn with zero_division=0); `calibration` (see `calibration_bins`);
-            `confusion`, `worst` and `typical` (see `_of_one_label`); and `judged` (see `judged_images`). Shares are in
-            0..1. With several labels per image, the dict also contains `task`, each class has a `threshold`, and
-            `confusion`, `worst` and `typical` are empty.
+        A dict with `samples`, `loss` (nats), `loss_standard_error` (of at least two samples), `top1`, `top5`,
+            `balanced_accuracy` and `ece`; `auroc` and `map` if they were computed and are finite; `macro` and
+            `weighted`, each with precision, recall and f1; `classes`, each with name, support, predicted,
+            precision, recall and f1 (see `ClassCounts`; a ratio with denominator 0 is 0, as in scikit-learn with
+            zero_division=0); `calibration` (see `calibration_bins`); `confusion`, `worst` and `typical` (see
+            `_of_one_label`); and `judged` (see `judged_images`). Shares are in 0..1. With several labels
+            per image, the dict also contains `task`, each class has a `threshold`, and `confusion`, `worst` and
+            `typical` are empty.
     """
     details = scores.details
     if details is None:
@@ -53,16 +55,16 @@ def describe_scores(scores: Scores, class_names: Sequence[str], source: Source) 
         selected = {"confusion": [], "worst": [], "typical": []}
     classes = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     occurring = [one["name"] for one in classes if one["support"]]
-    bins = calibration_bins(details)
+    bins, losses = calibration_bins(details), details.losses.numpy()
     return {
         **({"task": scores.task} if scores.task else {}),
         "samples": scores.samples,
         "loss": scores.loss,
-        "loss_standard_error": float(details.losses.numpy().std()) / scores.samples**0.5 if scores.samples else 0.0,
+        **({"loss_standard_error": float(losses.std(ddof=1)) / len(losses) ** 0.5} if len(losses) > 1 else {}),
         "top1": scores.top1,
         "top5": scores.top5,
         "balanced_accuracy": counts.balanced_accuracy,
-        **(scores.areas._asdict() if scores.areas else {}),
+        **{name: area for name, area in zip(AREAS, scores.areas or (), strict=False) if math.isfinite(area)},
         "ece": expected_calibration_error(bins),
         "macro": _average(classes, counts.occurs.astype(int).tolist()),
         "weighted": _average(classes, [one["support"] for one in classes]),
