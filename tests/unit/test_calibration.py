@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,26 @@ def test_the_views_of_a_calibration_are_used_without_flags(own_run, digit_folder
     for damage in ({"shift_pixels": "x"}, {"shift_pixels": 99, "flip": False}):
         file.write_text(json.dumps(facts | damage))
         assert call("predict", own_run, digit_folder)[0] == 2
+
+
+def test_the_calibration_next_to_an_exported_model_is_its_own(own_run, tmp_path):
+    export = ("export", own_run, "--format", "safetensors", "--output", tmp_path / "e", "--max-accuracy-loss", "100")
+    copy, file = tmp_path / "e" / "calibration.json", calibration_file(own_run / "model.safetensors")
+    for threshold in ("below:0.5", "below:0.6"):
+        assert call("evaluate", own_run, "--reject", threshold)[0] == 0
+        assert call(*export)[0] == 0
+        assert json.loads(copy.read_text()) == json.loads(file.read_text())
+    of_another = json.dumps(json.loads(copy.read_text()) | {"weights_sha256": "0"})
+    shutil.copyfile(file, tmp_path / "kept")
+    copy.write_text(of_another)
+    for _ in range(2):  # the second time, this model has no calibration
+        code, out, err = call(*export)
+        assert (code, out, err.count("\n"), copy.read_text()) == (2, "", 1, of_another)
+        assert "belongs to other weights" in err
+        file.unlink(missing_ok=True)
+    shutil.copyfile(tmp_path / "kept", copy)
+    code, out, _ = call(*export)
+    assert (code, "calibration.json" in out, copy.exists()) == (0, False, False)
 
 
 def test_a_table_names_its_columns(run, digit_folder, tmp_path):

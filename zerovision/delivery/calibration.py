@@ -64,10 +64,9 @@ def read_calibration(weights: Path) -> Calibration | None:
     facts = read_json(file)
     try:
         temperature, threshold = float(facts["temperature"]), float(facts["threshold"])
-        flip, shift_pixels, digest = bool(facts["flip"]), int(facts["shift_pixels"]), facts["weights_sha256"]
+        views, digest = Views(bool(facts["flip"]), int(facts["shift_pixels"])), facts["weights_sha256"]
     except (KeyError, TypeError, ValueError):
         temperature = threshold = math.nan
     if not (LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE and 0 <= threshold <= 1):
         raise UserError(f"'{file}' is damaged: write it again with scripts/evaluate.py --reject, or remove it.")
-    found = Calibration(temperature, threshold, Views(flip, shift_pixels), facts)
-    return found if digest == sha256_of(weights) else None
+    return Calibration(temperature, threshold, views, facts) if digest == sha256_of(weights) else None

@@ -184,9 +184,8 @@ def write_torch_export(job: ExportJob, path: Path) -> None:
     module = StoredInBf16(job.module) if job.settings.precision == "bf16" else job.module
     with tracing():
         program = torch.export.export(module, (job.example(),), dynamic_shapes=job.free_sides)
-    facts = {**job.use(), "origin": job.origin}
     stream = io.BytesIO()  # on a full disk, torch's own writer may raise errors other than OSError
-    torch.export.save(program, stream, extra_files={FACTS: json.dumps(facts)})
+    torch.export.save(program, stream, extra_files={FACTS: json.dumps({**job.use(), "origin": job.origin})})
     path.write_bytes(stream.getbuffer())
 
 

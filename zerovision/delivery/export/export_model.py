@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 import pkgutil
 import sys
@@ -24,13 +25,19 @@ from zerovision.delivery.export.comparison import (
     milliseconds_per_image,
 )
 from zerovision.delivery.export.export_job import ExportJob, load_calibration_images, load_check_images
-from zerovision.delivery.export.output_folder import PREPROCESSING, check_output, files_about, unfinished_files
+from zerovision.delivery.export.output_folder import (
+    PREPROCESSING,
+    check_calibration,
+    check_output,
+    files_about,
+    unfinished_files,
+)
 from zerovision.delivery.export.pictures import FromPictures
 from zerovision.delivery.settings import ExportSettings
 from zerovision.delivery.trained_model import TrainedModel, find_model
 from zerovision.training.base.control_groups import limit_threads
 from zerovision.training.base.errors import printable
-from zerovision.training.base.files import sha256_of, sync_to_disk, write_json
+from zerovision.training.base.files import sha256_of, sync_to_disk
 from zerovision.training.base.run_folder import EXPORT, slug
 from zerovision.training.base.units import percent, plural
 from zerovision.training.checkpoint.weights import load_model
@@ -54,11 +61,10 @@ class Exported:
 def run(settings: ExportSettings) -> int:
     """Run the command and return its exit code."""
     try:
-        exported = export_model(settings)
+        _show(export_model(settings), settings)
     except ExportRefused as refusal:
         print(f"export: {refusal}", file=sys.stderr)
         return 1
-    _show(exported, settings)
     return 0
 
 
@@ -77,7 +83,11 @@ def export_model(settings: ExportSettings) -> Exported:
         job = dataclasses.replace(job, module=FromPictures(job.module, job.metadata, calibration).eval())
         about.pop(PREPROCESSING)  # the exported file itself contains the preprocessing and the calibration
         calibration = None
+    elif settings.output or not model.run:  # the calibration in a run's own folder is the run's
+        check_calibration(output / CALIBRATION, job.origin["weights_sha256"])
     check_output(output, about)
+    if calibration is not None:
+        about[CALIBRATION] = (json.dumps(calibration.facts, indent=1) + "\n").encode()
     write, open_exported = (pkgutil.resolve_name(name) for name in (chosen.write, chosen.open))
     with unfinished_files(output) as folder:
         file = folder / f"model{chosen.extension}"
@@ -101,16 +111,14 @@ def export_model(settings: ExportSettings) -> Exported:
             }
         kind = "-with-preprocessing" if settings.with_preprocessing else ""
         name = f"{slug(job.metadata['description'].model_type)}-{settings.precision}{kind}{chosen.extension}"
-        if calibration is not None:
-            write_json(folder / CALIBRATION, calibration.facts)
-            about |= {CALIBRATION: b""}
         names = {fact: fact for fact in about} | {file.name: name}
         for written, final in names.items():  # the checked files receive their final names
             sync_to_disk(folder / written)
             os.replace(folder / written, output / final)
+        if not (settings.with_preprocessing or CALIBRATION in about):
+            (output / CALIBRATION).unlink(missing_ok=True)  # of an earlier export
         sync_to_disk(output)
-    files = [output / final for final in reversed(names.values())]
-    return Exported(files, agreement, job.check.name, sizes, latencies)
+    return Exported([output / final for final in reversed(names.values())], agreement, job.check.name, sizes, latencies)
 
 
 def _show(exported: Exported, settings: ExportSettings) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zerovision.delivery.trained_model import read_json
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.files import errors_of_writing, remove_leftovers, unfinished
 from zerovision.training.checkpoint.weights import CLASS_MAP, class_map
@@ -106,6 +107,12 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
             raise UserError(f"'{path}' cannot be read: {error}.") from None
         if is_other:
             raise UserError(f"'{path}' belongs to a model with other classes or preprocessing: use another --output.")
+
+
+def check_calibration(path: Path, digest: str) -> None:
+    """Raise a UserError if there is a calibration file of weights with another SHA-256 than `digest`."""
+    if path.is_file() and read_json(path).get("weights_sha256") != digest:
+        raise UserError(f"'{path}' belongs to other weights: use another --output, or remove it.")
 
 
 def files_about(metadata: dict[str, Any]) -> dict[str, bytes]:

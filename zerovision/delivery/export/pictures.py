@@ -60,11 +60,9 @@ class FromPictures(nn.Module):
 
         The class is the most probable one, or -1 if its probability is below the calibration's threshold.
         """
-        images = self.prepared(pictures)
-        probabilities = probabilities_of(self.network, images, self.views, self.calibration, self.task)
-        highest, classes = probabilities.max(1)
-        threshold = self.calibration.threshold if self.calibration else 0.0
-        return probabilities, torch.where(highest < threshold, -1, classes)
+        probabilities = probabilities_of(self.network, self.prepared(pictures), self.views, self.calibration, self.task)
+        best, classes = probabilities.max(1)
+        return probabilities, torch.where(best < (self.calibration.threshold if self.calibration else 0.0), -1, classes)
 
     def prepared(self, pictures: torch.Tensor) -> torch.Tensor:
         """Return the network's input, float32 [N, C, H, W]."""
