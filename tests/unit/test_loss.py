@@ -132,8 +132,10 @@ def test_names_with_commas_and_equals_signs_have_weights_in_quotes_or_in_a_file(
         str(file),
     ):
         assert class_weights(value, names, [5, 5, 5, 5]) == pytest.approx([weight / mean for weight in weights])
+    assert class_weights('"two\r\nlines"=3', ["two\r\nlines", "b"], [1, 1]) == [1.5, 0.5]
     file.write_text("a=b\n")
-    with pytest.raises(UserError, match="CLASS,WEIGHT"):
-        class_weights(str(file), names, [5, 5, 5, 5])
+    for value in (str(file), "a=b=3\rnone=2", "a=b=3\nnone=2"):
+        with pytest.raises(UserError, match="CLASS,WEIGHT"):
+            class_weights(value, names, [5, 5, 5, 5])
     with pytest.raises(UserError, match="cannot be read"):
         class_weights(str(tmp_path / "none.csv"), names, [5, 5, 5, 5])

@@ -33,7 +33,10 @@ def given_weights(value: str) -> dict[str, float]:
 def _pairs(value: str) -> list[tuple[str, str]]:
     """Return the name and the weight, as text, of each class in a value of the flag or in the file that it names."""
     if not value.lower().endswith(".csv"):
-        parts = next(csv.reader([value], skipinitialspace=True), [])
+        try:
+            parts = next(csv.reader([value], skipinitialspace=True), [])
+        except csv.Error:  # a line break outside quotes
+            parts = []
         return [(name, number) for name, _, number in (part.rpartition("=") for part in parts)] or [("", "")]
     try:
         with open(os.path.expanduser(value), encoding="utf-8", errors="surrogateescape", newline="") as stream:
@@ -62,10 +65,9 @@ def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int])
             some = ", ".join([*class_names[:10], *["..."] * (len(class_names) > 10)])
             hint = f"{nearest(name, class_names)} Its classes are {some}."
             raise UserError(f"--class-weights: the data has no class {shown(name)}.{hint}")
+    weights = [given.get(name, 1.0) for name in class_names]
     if value == "balanced":
         weights = [1 / count if count else 0.0 for count in counts]
-    else:
-        weights = [given.get(name, 1.0) for name in class_names]
     total = sum(weight * count for weight, count in zip(weights, counts, strict=True))
     if not total:
         raise UserError(f"--class-weights {shown(value)}: all training images have weight 0.")

@@ -236,10 +236,10 @@ def _areas_of(probabilities: np.ndarray, is_own: np.ndarray) -> tuple[float | No
     if not len(own):
         return None, None
     lower, not_higher = (np.searchsorted(others, own, side) for side in ("left", "right"))
-    in_order = int((lower + not_higher).sum())  # each pair that is in order counts 2, each tie 1
     own_at_least = len(own) - np.searchsorted(own, own, "left")
     precision = math.fsum(own_at_least / (own_at_least + len(others) - lower)) / len(own)
-    return in_order / (2 * len(own) * len(others)) if len(others) else None, precision
+    # In the sum, each pair that is in order counts 2, each tie 1.
+    return int((lower + not_higher).sum()) / (2 * len(own) * len(others)) if len(others) else None, precision
 
 
 def hits_of(best: torch.Tensor, labels: torch.Tensor, sets: torch.Tensor | None) -> torch.Tensor:

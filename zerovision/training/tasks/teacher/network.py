@@ -173,16 +173,15 @@ def _order(config: TrainConfig, data: DatasetPair, number: int, known: Sequence[
     """
     states = "--teacher-classes FILE, the class name of each of its outputs, one per line"
     if config.teacher_classes:
-        path = config.teacher_classes
         try:
-            text = read_small_text(Path(os.path.expanduser(path)))
+            text = read_small_text(Path(os.path.expanduser(config.teacher_classes)))
         except (OSError, ValueError) as error:
-            raise UserError(f"--teacher-classes {path} cannot be read: {one_line(error)}.") from None
-        known = [read_class_names(text.encode(), path)]
+            raise UserError(f"--teacher-classes {config.teacher_classes} cannot be read: {one_line(error)}.") from None
+        known = [read_class_names(text.encode(), config.teacher_classes)]
         if len(known[0]) != number:
             raise UserError(
-                f"--teacher-classes {path} has {plural(len(known[0]), 'line')}, but --teacher {config.teacher} has "
-                f"{plural(number, 'output')}: use one line per output."
+                f"--teacher-classes {config.teacher_classes} has {plural(len(known[0]), 'line')}, but --teacher "
+                f"{config.teacher} has {plural(number, 'output')}: use one line per output."
             )
     if not known:
         raise UserError(
