@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from huggingface_hub import constants
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
@@ -179,6 +180,31 @@ def test_the_stem_is_frozen_with_filters_of_a_fixed_sample_on_the_rank_that_comp
     assert torch.equal(stems[0][:16], -stems[0][16:])
     deviations = outputs[:, :8].transpose(0, 1).flatten(1).square().mean(1).sqrt()
     torch.testing.assert_close(deviations, torch.ones(8), atol=0.25, rtol=0)
+
+
+def test_without_a_readable_image_for_the_stem_the_run_ends_as_with_any_model(tmp_path, monkeypatch):
+    for path in (
+        tmp_path / part / name / f"{number}.png" for part in ("train", "val") for name in "ab" for number in (0, 1)
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("<html>404</html>")
+
+    def whiten(bad_images):
+        data = load_data(DataOptions(str(tmp_path), image_size=16, bad_images=bad_images))
+        built = new_model("basic_cnn", num_classes=2, image_size=16)
+        before = built.module.blocks[0][0].weight.clone()
+        whiten_stem(built, data, computes=True)
+        return not torch.equal(built.module.blocks[0][0].weight, before)
+
+    for bad_images, told in (
+        ("error", r"cannot use image .*train/a/0.png': .* Repair or remove it, or add --bad-images skip\."),
+        ("skip:0.5", "more than 2 of 4 images cannot be used, which is the limit of --bad-images"),
+    ):
+        with pytest.raises(UserError, match=told):
+            whiten(bad_images)
+    monkeypatch.setattr("zerovision.training.recipe.tuning.MOST_IMAGES", 1)  # an unreadable one
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "train/a/1.png")
+    assert whiten("skip:0.5")
 
 
 KERNEL_SIZE, CHANNELS = 3, 4

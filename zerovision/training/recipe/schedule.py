@@ -123,7 +123,6 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
         head_epochs: number of epochs in which only the new head is trained; 0 to train all layers from the start.
     """
     assert config.learning_rate != "auto"  # already chosen
-    batch_scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
     if config.warmup_epochs == "auto":
         warmup_steps = min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
         if config.learning_rate == config.default_rate > USUAL_RATE:
@@ -135,7 +134,7 @@ def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: i
         "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
     }
     return Schedule(
-        peak=config.learning_rate * batch_scale,
+        peak=config.learning_rate * (global_batch / config.base_batch_size if config.base_batch_size else 1.0),
         total_steps=config.epochs * steps_per_epoch,
         warmup_steps=warmup_steps,
         head_steps=head_epochs * steps_per_epoch,

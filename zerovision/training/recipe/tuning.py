@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from zerovision.models.ensemble import Ensemble
 from zerovision.models.timm_models import PLAIN_CONVOLUTIONS
 from zerovision.training.base.errors import UserError
 from zerovision.training.base.run_folder import cure_of_missing
+from zerovision.training.data.bad_images import read_or_replace
 from zerovision.training.data.datasets import DatasetPair, ImageDataset
 from zerovision.training.data.reading.files import ImageError
 from zerovision.training.recipe import read_tune
@@ -265,9 +266,10 @@ def whitening_filters(images: Iterable[torch.Tensor], size: tuple[int, ...]) -> 
 
 def _sample(data: DatasetPair) -> Iterator[torch.Tensor]:
     images = ImageDataset(data.train.source, data.preprocessing)
-    count = min(len(images), MOST_IMAGES)
+    count, is_any = min(len(images), MOST_IMAGES), False
     for number in range(count):
-        try:
+        with suppress(ImageError):  # reported when the image is used in training
             yield images[0, number * len(images) // count][0]
-        except ImageError:  # reported when the image is used in training
-            continue
+            is_any = True
+    if not is_any:
+        yield read_or_replace(lambda index: images[0, index][0], 0, data.train)[0]
