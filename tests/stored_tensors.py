@@ -18,7 +18,7 @@ def whole_tensors(reader: CheckpointReader) -> dict[str, dict[str, torch.Tensor]
         kind: {
             name: take(name, index_of([0] * len(shape), shape))
             for name, shape in reader.shapes.items()
-            if kind == "weights" or name not in reader.frozen
+            if kind == "weights" or name in reader.with_moments
         }
         for kind, take in reader.tensors.items()
     }

@@ -47,9 +47,9 @@ def make_module(seed: int) -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), *convolutions, nn.Flatten(), nn.Linear(8, 3))
 
 
-def make_engine(optimizer: str, seed: int, module: nn.Module | None = None) -> Engine:
+def make_engine(optimizer: str, seed: int, module: nn.Module | None = None, fallback: str = "adamw") -> Engine:
     module = module or make_module(seed)
-    config = TrainConfig(optimizer=optimizer, learning_rate=0.01)
+    config = TrainConfig(optimizer=optimizer, learning_rate=0.01, fallback_optimizer=fallback)
     rule = build_optimizer(module, config, [], discriminative=False)
     setup = EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8, gradient_clipping=1.0)
     return build_engine(setup)
@@ -133,6 +133,30 @@ def test_a_checkpoint_that_has_lost_its_moments_is_refused(tmp_path):
     forge_shard(path, 0, {name: one for name, one in tensors.items() if not name.startswith("exp_avg")})
     with pytest.raises(UserError, match="its moments are none, but the optimizer has exp_avg, exp_avg_sq"):
         resume(path, engine)
+
+
+def test_parameters_whose_rule_has_no_moments_are_not_frozen(tmp_path):
+    """Muon's fallback is SGD without momentum: only matrices have a moment."""
+
+    def new_engine(seed: int) -> Engine:
+        torch.manual_seed(seed)
+        return make_engine("muon", seed, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5)), fallback="sgd:1:momentum=0")
+
+    whole, resumed = new_engine(seed=0), new_engine(seed=1)
+    train(whole, range(3))
+    assert {shard.name for shard in whole.state().shards if len(shard.tensors) > 1} == {"0.weight", "1.weight"}
+    path = save(tmp_path, whole)
+    resume(path, resumed)
+    assert_equal(train(resumed, range(3, 6)), train(whole, range(3, 6)))
+    told = r"it has moments of other parameters than the optimizer, first 1\.weight"
+    frozen = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
+    frozen[1].weight.requires_grad_(False)
+    with pytest.raises(UserError, match=told):
+        resume(path, make_engine("muon", 1, frozen, fallback="sgd:1:momentum=0"))
+    tensors = load_file(path / shard_name(0))
+    forge_shard(path, 0, {key: one for key, one in tensors.items() if not key.startswith("momentum_buffer/1.weight")})
+    with pytest.raises(UserError, match=told):
+        resume(path, resumed)
 
 
 def test_a_file_is_written_after_the_copies_from_the_gpu_are_complete(tmp_path):

@@ -218,7 +218,7 @@ class CheckpointReader:
                 raise ValueError("buffers or sums of a rank are missing")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise UnusableCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
-        self.frozen = self.shapes.keys() - {name for kind in self.moment_kinds for name in self._boxes[kind]}
+        self.with_moments = {name for kind in self.moment_kinds for name in self._boxes[kind]}
 
     def _check_boxes(self, kind: str) -> None:
         """Raise ValueError unless the boxes of this kind contain each element of the parameters once, in fp32."""
@@ -230,8 +230,7 @@ class CheckpointReader:
             if any(box.stored.get_dtype() != "F32" for box in boxes):
                 raise ValueError(f"{kind} of {one_line(name)} are not fp32")
             # Moments must have the same boxes as their weights, which have already been compared with the shape.
-            is_whole = _are_whole(self.shapes[name], boxes) if kind == WEIGHTS else _places(boxes) == _places(weights)
-            if not is_whole:
+            if not (_are_whole(self.shapes[name], boxes) if kind == WEIGHTS else _places(boxes) == _places(weights)):
                 raise ValueError(f"parameter {one_line(name)} is not complete: {kind}")
 
     @property

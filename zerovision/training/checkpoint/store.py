@@ -34,7 +34,7 @@ from zerovision.training.checkpoint.manifest import (
 from zerovision.training.checkpoint.shards import CheckpointReader, verify_shard, write_frozen
 from zerovision.training.engines.engine import Engine
 from zerovision.training.engines.model_buffers import AVERAGE
-from zerovision.training.engines.parameter_shards import EngineState, frozen_parameters, of_first_group
+from zerovision.training.engines.parameter_shards import EngineState, of_first_group
 from zerovision.training.world.collectives import broadcast_object, error_on_any_rank
 from zerovision.training.world.world import World
 
@@ -271,8 +271,10 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
                 buffers.pop(AVERAGE + name, None)
         epoch_sums = reader.epoch_sums(world.data.rank, world.data.size)
         _check_content(own, manifest, reader, buffers)
-        if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
-            raise UnusableCheckpoint("its frozen parameters are not those of this model")
+        own_shards = [shard for shard in own.shards if shard.name in reader.shapes]  # without those of new islands
+        unlike = [one.name for one in own_shards if (len(one.tensors) > 1) != (one.name in reader.with_moments)]
+        if unlike:
+            raise UnusableCheckpoint(f"it has moments of other parameters than the optimizer, first {unlike[0]}")
         empty = sums.state()
         if (epoch_sums.shape, epoch_sums.dtype) != (empty.shape, empty.dtype):
             raise UnusableCheckpoint("its epoch sums have another shape or dtype")

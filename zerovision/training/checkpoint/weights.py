@@ -122,8 +122,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
     metadata = read_metadata(path)
     if isinstance(needed := metadata["extra"].get(IN_FILES), list):
         for changed in require_plugins(f"weights file '{path}'", needed):
-            file = changed.rpartition("@")[0]
-            note = f"note: '{path}' was made with another version of {file}: results may differ"
+            note = f"note: '{path}' was made with another version of {changed.rpartition('@')[0]}: results may differ"
             print(note, file=sys.stderr, flush=True)
     if metadata["description"].embedding:
         raise UserError(
