@@ -196,6 +196,20 @@ def test_a_score_that_the_test_part_does_not_have_is_left_out(copies, tmp_path, 
     assert "NaN" not in (folder / "evaluation-test/scores.json").read_text()
 
 
+def test_the_test_scores_of_earlier_weights_of_the_same_epoch_do_not_stay(copies, tmp_path):
+    """As of a run that has gone back, and whose best epoch is the same one again."""
+    folder = train(copies, tmp_path / "logs", best_by="loss", resume="auto")
+    file = folder / "evaluation-test/scores.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"epoch": 2, "top1": 0.125, "loss": 9.0}))
+    train(copies, tmp_path / "logs", best_by="loss", resume="auto", epochs=2)
+    scores, expected = json.loads(file.read_text()), evaluate(folder, split="test", output=None)
+    for key in ("epoch", "samples", "top1", "loss", "confusion"):
+        assert scores[key] == expected[key]
+    assert scores["epoch"] == 2
+    assert "12.50 %" not in (folder / "README.md").read_text()
+    assert not [*folder.glob(".evaluation*")]
+
+
 def test_the_list_of_images_has_every_file_and_its_content(copies, tmp_path):
     (copies / "train/a/4.png").rename(copies / "train/a/new\r\nline, é.png")
     train(copies, tmp_path / "logs")

@@ -11,7 +11,7 @@ from tests.kit import new_model, save_built, train
 from tests.training.commands import read_metrics
 from zerovision.models.weights_metadata import Preprocessing
 from zerovision.training.base.progress import Progress
-from zerovision.training.base.run_folder import EVALUATION, RunFolder
+from zerovision.training.base.run_folder import EVALUATION, TEST_EVALUATION, RunFolder
 from zerovision.training.config import TrainConfig
 from zerovision.training.epoch import find_divergence
 from zerovision.training.messages import _result
@@ -63,6 +63,7 @@ def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
     old, new = folders
     (missing,) = result(new, best_epoch=2)
     assert missing == "top-1 50.00 % on 9 held-out images (best epoch: 2; its weights are not in this run's folder)"
+    write_scores(new.path / TEST_EVALUATION, {"epoch": 2, "top1": 0.25})  # of the weights that are replaced
     said = bring_along(old.checkpoints / "step-00003-0000000", new, best_epoch=2)
     assert said == f"the weights of the best epoch so far, epoch 2, are copied from {old.weights}"
     assert new.weights.read_bytes() == old.weights.read_bytes()

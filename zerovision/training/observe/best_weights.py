@@ -12,9 +12,9 @@ import torch
 
 from zerovision.models.build import BuiltModel
 from zerovision.training.base.errors import UserError
-from zerovision.training.base.files import replacing
+from zerovision.training.base.files import replacing, unfinished
 from zerovision.training.base.plugins import IN_FILES, loaded, names_of
-from zerovision.training.base.run_folder import EVALUATION, WEIGHTS, RunFolder
+from zerovision.training.base.run_folder import EVALUATION, TEST_EVALUATION, WEIGHTS, RunFolder
 from zerovision.training.checkpoint.weights import read_metadata, save_weights, write_class_map
 from zerovision.training.data.datasets import DatasetPair
 from zerovision.training.observe.evaluation import describe_scores, read_scores, write_scores
@@ -52,6 +52,7 @@ def write_best(
     more |= {IN_FILES: names_of(loaded())} if loaded() else {}
 
     def write() -> None:
+        _remove_test_scores(folder)
         save_weights(
             folder.weights,
             weights,
@@ -67,6 +68,12 @@ def write_best(
     return write
 
 
+def _remove_test_scores(folder: RunFolder) -> None:
+    """Remove the evaluation of the test part, because the weights that it is about will be replaced."""
+    if (path := folder.path / TEST_EVALUATION).exists():
+        shutil.rmtree(path.rename(unfinished(path, "tmp")), ignore_errors=True)
+
+
 def keep_finished(folder: RunFolder, before: int, position: int, epochs: int) -> str | None:
     """Keep the finished weights when a run returns to an earlier epoch to train for more epochs; only on rank 0.
 
@@ -80,10 +87,8 @@ def keep_finished(folder: RunFolder, before: int, position: int, epochs: int) ->
         A line for the log; None if the number of epochs does not increase, if no weights are newer than the checkpoint,
             or if the weights have already been kept.
     """
-    if not 0 < before < epochs:
-        return None
     epoch, kept = epoch_of(folder.weights), folder.path / f"model-{before}-epochs.safetensors"
-    if epoch is None or epoch <= position or kept.exists():
+    if not 0 < before < epochs or epoch is None or epoch <= position or kept.exists():
         return None
     try:
         os.link(folder.weights, kept)  # new weights are written to a different file, which then takes over the old name
@@ -115,9 +120,9 @@ def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | N
     try:
         with replacing(folder.weights, durable=True) as temporary:
             shutil.copyfile(weights, temporary)
+            _remove_test_scores(folder)
         write_class_map(folder.path, read_metadata(weights)["class_names"])
-        scores = read_scores(run / EVALUATION)
-        if scores is not None and scores["epoch"] == best_epoch:
+        if (scores := read_scores(run / EVALUATION)) is not None and scores["epoch"] == best_epoch:
             write_scores(folder.path / EVALUATION, scores)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"note: the best weights so far could not be copied from {run} ({type(error).__name__}: {error})"

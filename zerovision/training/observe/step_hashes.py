@@ -103,9 +103,8 @@ class StepHashes(Observer):
             for place, of_rank in enumerate(by_rank)
             for micro_step, (rank, *found) in enumerate(of_rank)
         }
-        leaves = [numbered[leaf] for leaf in sorted(numbered)]
         kept = {name: tensor_hash(parameter) for name, parameter in parameters.items()}
-        return {"step": self._position + 1, "leaves": leaves, "weights": kept}
+        return {"step": self._position + 1, "leaves": [numbered[leaf] for leaf in sorted(numbered)], "weights": kept}
 
     def _is_due(self) -> bool:
         return (self._position + 1) % self._every == 0
