@@ -262,8 +262,7 @@ class Mixing:
             side, centre = int(size * np.sqrt(1 - share)), int(draws.randint(size))
             ends += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, size)]
         top, bottom, left, right = ends
-        part = (bottom - top) * (right - left) / math.prod(shape)
-        return Mix(1 - part, (top, bottom, left, right))
+        return Mix(1 - (bottom - top) * (right - left) / math.prod(shape), (top, bottom, left, right))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

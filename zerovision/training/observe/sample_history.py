@@ -52,8 +52,8 @@ class SampleHistory(Observer):
         batch, logits = seen.batch, seen.logits
         if (self._epoch + 1) % self._every:
             return
-        is_mixed = batch.targets is not None  # on this rank; every rank must have the same number of rows
-        weights = torch.zeros_like(batch.weights) if is_mixed else batch.weights
+        # If images are mixed on this rank, weights are 0: every rank must have the same number of rows.
+        weights = torch.zeros_like(batch.weights) if batch.targets is not None else batch.weights
         # A replayed CUDA graph overwrites these logits.
         self._held.append((weights, batch.indices, batch.labels, logits.detach().clone()))
         if len(self._held) * logits.numel() > HELD_NUMBERS:
