@@ -271,7 +271,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
                 buffers.pop(AVERAGE + name, None)
         epoch_sums = reader.epoch_sums(world.data.rank, world.data.size)
         _check_content(own, manifest, reader, buffers)
-        own_shards = [shard for shard in own.shards if shard.name in reader.shapes]  # without those of new islands
+        own_shards = [shard for shard in own.shards if shard.name in reader.shapes]  # new groups of ranks have others
         unlike = [one.name for one in own_shards if (len(one.tensors) > 1) != (one.name in reader.with_moments)]
         if unlike:
             raise UnusableCheckpoint(f"it has moments of other parameters than the optimizer, first {unlike[0]}")
