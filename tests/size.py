@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {  # limit and end
     "scripts": (479, 350),
     "models": (1244, 900),
-    "zerovision/training/config": (787, 500),
+    "zerovision/training/config": (786, 500),
     "zerovision/training/base": (1081, 550),
     "zerovision/training/world": (590, 450),
     "zerovision/training/data": (4144, 2900),
@@ -25,7 +25,7 @@ ROOMS = {  # limit and end
     "zerovision/training/checkpoint": (579, 600),
     "zerovision/training/tasks": (774, 400),
     "zerovision/training/observe": (1149, 1050),
-    "zerovision/training": (2104, 1400),
+    "zerovision/training": (2102, 1400),
     "zerovision/launch": (2456, 1800),
     "zerovision/planning": (1181, 1000),
     "zerovision/delivery": (3111, 2400),
