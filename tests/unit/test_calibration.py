@@ -153,14 +153,20 @@ def test_the_calibration_next_to_an_exported_model_is_its_own(own_run, tmp_path)
     of_another = json.dumps(json.loads(copy.read_text()) | {"weights_sha256": "0"})
     shutil.copyfile(file, tmp_path / "kept")
     copy.write_text(of_another)
+    (exported,) = (tmp_path / "e").glob("*.safetensors")
+    exported.rename(tmp_path / "moved")
     for _ in range(2):  # the second time, this model has no calibration
         code, out, err = call(*export)
         assert (code, out, err.count("\n"), copy.read_text()) == (2, "", 1, of_another)
         assert "belongs to other weights" in err
         file.unlink(missing_ok=True)
-    shutil.copyfile(tmp_path / "kept", copy)
+    (tmp_path / "moved").rename(exported)  # a calibration next to an earlier export of this model is of that one
     code, out, _ = call(*export)
     assert (code, "calibration.json" in out, copy.exists()) == (0, False, False)
+    shutil.copyfile(tmp_path / "kept", file)
+    copy.write_text(of_another)
+    assert call(*export)[0] == 0
+    assert json.loads(copy.read_text()) == json.loads(file.read_text())
 
 
 def test_a_table_names_its_columns(run, digit_folder, tmp_path):

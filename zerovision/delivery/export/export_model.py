@@ -79,11 +79,13 @@ def export_model(settings: ExportSettings) -> Exported:
     default = model.run / EXPORT if model.run else model.weights.parent
     output = Path(os.path.expanduser(settings.output)) if settings.output else default
     about, calibration = files_about(job.metadata), read_calibration(model.weights)
+    kind = "-with-preprocessing" if settings.with_preprocessing else ""
+    name = f"{slug(job.metadata['description'].model_type)}-{settings.precision}{kind}{chosen.extension}"
     if settings.with_preprocessing:
         job = dataclasses.replace(job, module=FromPictures(job.module, job.metadata, calibration).eval())
         about.pop(PREPROCESSING)  # the exported file itself contains the preprocessing and the calibration
         calibration = None
-    elif settings.output or not model.run:  # the calibration in a run's own folder is the run's
+    elif (settings.output or not model.run) and not (output / name).exists():  # otherwise, it is of the replaced model
         check_calibration(output / CALIBRATION, job.origin["weights_sha256"])
     check_output(output, about)
     if calibration is not None:
@@ -109,8 +111,6 @@ def export_model(settings: ExportSettings) -> Exported:
                 for name, run in opened.items()
                 for size in LATENCY_BATCHES
             }
-        kind = "-with-preprocessing" if settings.with_preprocessing else ""
-        name = f"{slug(job.metadata['description'].model_type)}-{settings.precision}{kind}{chosen.extension}"
         names = {fact: fact for fact in about} | {file.name: name}
         for written, final in names.items():  # the checked files receive their final names
             sync_to_disk(folder / written)
